@@ -1,0 +1,186 @@
+"""Prompts, samples, groups and collections: what moves between engine, ledger and trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from runtime.errors import ContractViolation
+from runtime.policy import PolicyId
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PromptId:
+    """Identity of a prompt: pass over the data (from 0) and row of the frozen data file (from 0)."""
+
+    pass_: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.pass_}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``0:17``; ValueError if it is anything else."""
+        pass_, _, index = text.partition(":")
+        return cls(int(pass_), int(index))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What is asked."""
+
+    id: PromptId
+    token_ids: tuple[int, ...]
+    """The templated prompt, as the engine gets it; never empty."""
+    text: str
+    """The prompt as a person reads it."""
+    answer: str | None
+    """Reference for the verifier; None where the verifier needs none."""
+    verifier: str
+    """Name of the verifier that judges this prompt."""
+    metadata: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a response that one policy generated."""
+
+    start: int
+    end: int
+    policy: PolicyId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response to one prompt."""
+
+    token_ids: tuple[int, ...]
+    """What the engine generated, never re-tokenised; a stop token is included."""
+    logprobs: tuple[float, ...]
+    """Behaviour log-prob of each token, natural log, at the sampling temperature."""
+    spans: tuple[Span, ...]
+    """Tile [0, len(token_ids)) in order."""
+    prefill: PolicyId
+    """The policy that read the prompt."""
+    finish: Finish
+    text: str = ""
+    reward: float | None = None
+    """None until the verifier has spoken."""
+    loss_mask: tuple[int, ...] | None = None
+    """1 where the token was sampled by the policy and trains; None means all ones."""
+
+    @property
+    def oldest(self) -> PolicyId:
+        """The oldest policy with a token in the response."""
+        return min(span.policy for span in self.spans)
+
+    @property
+    def is_mixed(self) -> bool:
+        """More than one policy generated tokens."""
+        return len({span.policy for span in self.spans}) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt that share a baseline; the unit of admission, retry and accounting."""
+
+    prompt: Prompt
+    attempt: int
+    """Attempt id of this group in the ledger; late events of an older one are ignored."""
+    samples: tuple[Sample, ...]
+
+    @property
+    def oldest(self) -> PolicyId:
+        """The oldest behaviour policy in the group; staleness counts from its update."""
+        return min(sample.oldest for sample in self.samples)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Reward of each sample.
+
+        Raises:
+            ContractViolation: if a sample has none.
+        """
+        values = tuple(s.reward for s in self.samples if s.reward is not None)
+        if len(values) != len(self.samples):
+            raise ContractViolation(
+                f"group {self.prompt.id} reached the trainer with an unrewarded sample",
+                prompt=str(self.prompt.id),
+            )
+        return values
+
+    @property
+    def is_equal(self) -> bool:
+        """Largest reward equals smallest: the group carries no policy gradient."""
+        rewards = self.rewards
+        return max(rewards) == min(rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """The groups the trainer consumes at once."""
+
+    id: int
+    """Counts from 1 within a run's committed history."""
+    groups: tuple[Group, ...]
+    taken_at: PolicyId
+    """The trainer's policy when the collection was taken."""
+
+
+def validate_sample(sample: Sample, *, epoch: int, vocab_size: int) -> None:
+    """Refuse a sample whose provenance or shape cannot be trusted.
+
+    Args:
+        sample: the response with its spans.
+        epoch: the ownership epoch of this session; older epochs' policies may not appear.
+        vocab_size: token ids lie in [0, vocab_size).
+
+    Raises:
+        ContractViolation: on an empty response, lengths that disagree, spans with gaps, overlaps or
+            decreasing policies, a foreign epoch, a token outside the vocabulary, a log-prob that is
+            not finite or above zero.
+    """
+    n = len(sample.token_ids)
+    problems: list[str] = []
+    if n == 0:
+        problems.append("the response is empty")
+    if len(sample.logprobs) != n:
+        problems.append(f"{len(sample.logprobs)} log-probs for {n} tokens")
+    if sample.loss_mask is not None and len(sample.loss_mask) != n:
+        problems.append(f"loss mask of {len(sample.loss_mask)} for {n} tokens")
+    if any(not 0 <= t < vocab_size for t in sample.token_ids):
+        problems.append(f"a token id outside [0, {vocab_size})")
+    if any(not math.isfinite(x) or x > 1e-6 for x in sample.logprobs):
+        problems.append("a log-prob that is not finite or above 0")
+    problems += _span_problems(sample, n, epoch)
+    if problems:
+        raise ContractViolation(
+            "sample refused: " + "; ".join(problems),
+            spans=[(s.start, s.end, str(s.policy)) for s in sample.spans],
+            num_tokens=n,
+        )
+
+
+def _span_problems(sample: Sample, n: int, epoch: int) -> list[str]:
+    problems: list[str] = []
+    at = 0
+    last = sample.prefill
+    for span in sample.spans:
+        if span.start != at or span.end <= span.start:
+            problems.append(f"span [{span.start}, {span.end}) does not continue at {at}")
+        if span.policy < last:
+            problems.append(f"policy {span.policy} after {last}")
+        at, last = span.end, span.policy
+    if at != n:
+        problems.append(f"spans end at {at}, the response at {n}")
+    foreign = {str(s.policy) for s in sample.spans if s.policy.epoch != epoch}
+    if sample.prefill.epoch != epoch:
+        foreign.add(str(sample.prefill))
+    if foreign:
+        problems.append(f"policies {sorted(foreign)} of an epoch this session does not own ({epoch})")
+    return problems

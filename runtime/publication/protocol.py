@@ -1,0 +1,71 @@
+"""How weights travel from trainer to engines.
+
+A transport only moves bytes; the transaction around it (pause, verify, decide, resume) lives in
+``runtime.publication.transaction`` and is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.engines.protocol import EngineClient
+from runtime.policy import PolicyId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One engine taking part in a publication."""
+
+    slot: int
+    incarnation: str
+    client: EngineClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What is being published."""
+
+    policy: PolicyId
+    num_tensors: int
+    num_bytes: int
+    checksums: Mapping[str, str]
+    """By HF name, of the trainer's own tensors as they leave it."""
+    path: str | None
+    """Folder with safetensors for transports that go through files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOutcome:
+    """What became of one target; error is None on success."""
+
+    slot: int
+    error: str | None
+    elapsed_s: float
+
+
+class PublicationTransport(Protocol):
+    """Moves one snapshot to a set of engines."""
+
+    name: str
+    brings_up_one: bool
+    """Can bring a single restarted engine up to date (a fixed-size collective cannot)."""
+
+    async def prepare(self, policy: PolicyId) -> Snapshot:
+        """Make the snapshot while engines still serve. Trainer weights must stand still meanwhile."""
+        ...
+
+    async def transfer(
+        self, snapshot: Snapshot, targets: Sequence[Target], *, flush: bool, deadline_s: float
+    ) -> list[TransferOutcome]:
+        """Move it to every target; one outcome each, in order. Never raises for a single engine."""
+        ...
+
+    async def release(self, policy: PolicyId) -> None:
+        """Drop the snapshot once every engine acknowledged or died."""
+        ...
+
+    async def close(self) -> None:
+        """Leave groups, delete scratch files."""
+        ...

@@ -1,0 +1,119 @@
+"""What a trainer is to the session. One backend object per rank; rank r sees rank r's share.
+
+Order of calls within an update: ``train_step`` (which scores the old policy itself where it must),
+then any of ``export_weights`` and ``stage``. All ranks are called with the same sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engines.protocol import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One sample as the trainer sees it: flat numpy, cheap to send between processes."""
+
+    tokens: NDArray[np.int32]
+    """[prompt + response]"""
+    prompt_len: int
+    logprobs: NDArray[np.float32]
+    """[response] behaviour log-probs."""
+    mask: NDArray[np.float32]
+    """[response] loss mask."""
+    advantage: float
+    span_ends: NDArray[np.int32]
+    """[spans] end of each policy span within the response."""
+    span_updates: NDArray[np.int32]
+    """[spans] the update of each span's policy."""
+    prefill_update: int
+    group: int
+    """Position of its group within the collection; siblings stay in one optimizer step."""
+    is_equal: bool
+    """Its group's rewards are all equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """One collection, whole; every rank gets all of it and takes its own bins by the same rule."""
+
+    update: int
+    """The update this batch makes (trainer's update before it, plus one)."""
+    sequences: tuple[Sequence, ...]
+    consumed_digest: str
+    """Running digest of (update, group id) after this batch, as the ledger has it; kept in state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMetrics:
+    """What one ``train_step`` reports, equal on all ranks."""
+
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    """Flat metrics: loss, policy_loss, policy_grad_norm (absent when not measured), total_grad_norm,
+    parameter_change_norm, lr, entropy, tokens, mixed_groups, equal_groups, skipped_steps,
+    tis/clip_share, tis/ess, kl_train_behaviour, agreement/gap_mean|gap_p99|gap_max|tokens (absent when
+    not measured), refresh/… of spec 40, elapsed_s per part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedState:
+    """A host copy of a rank's state, ready to be written while training goes on."""
+
+    token: str
+    bytes: int
+    stall_s: float
+
+
+class TrainerBackend(Protocol):
+    """One rank of the trainer. Methods are sync and run one at a time, ``write_staged`` excepted."""
+
+    def load(self, model_path: str) -> dict[str, object]:
+        """Load HF weights; returns vocab_size, num_parameters, tied, context_length, eos ids."""
+        ...
+
+    def score(self, sequences: tuple[Sequence, ...], *, temperature: float) -> list[NDArray[np.float32]]:
+        """Log-probs of each response's tokens under the current weights; same order."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """One collection: one or more optimizer steps of one update."""
+        ...
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """HF names, dtypes and shapes in export order; tied weights once."""
+        ...
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Full (unsharded) weights in buckets of at most ``bucket_bytes`` (a larger tensor alone).
+
+        Collective: every rank iterates; only rank 0's tensors are meaningful.
+        """
+        ...
+
+    def stage(self) -> StagedState:
+        """Copy model, optimizer, scheduler, RNG, update counter and digest to host memory."""
+        ...
+
+    def write_staged(self, token: str, folder: str) -> list[str]:
+        """Write a staged copy as this rank's files into ``folder``; fsync them; return their names.
+
+        Runs in a thread beside ``train_step``. Frees the copy.
+        """
+        ...
+
+    def restore(self, folder: str) -> dict[str, object]:
+        """Load a committed state; returns ``update`` and ``consumed_digest``. Reshards if needed."""
+        ...
+
+    def stop(self) -> None:
+        """Leave process groups and free memory. Idempotent."""
+        ...
