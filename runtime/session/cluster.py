@@ -1,0 +1,91 @@
+"""The attempt's own Ray: started by the session, seen by nobody else, gone with it.
+
+Ray's head processes are children of this driver and die with it (parent-death signal); actors die with
+their raylet. An inherited ``RAY_ADDRESS`` is never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.errors import SessionLost
+
+_MIB = 1024 * 1024
+_SOCKET_PATH_LIMIT = 107
+# What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
+_RAY_SUFFIX = 75
+
+
+def scratch_folder(run_key: str, epoch: int) -> Path:
+    """A short private folder on local disk for sockets and Ray's logs.
+
+    Args:
+        run_key: short digest of the output root; keeps two runs apart.
+        epoch: older epochs' folders of the same run are swept when a newer one starts.
+    """
+    base = Path(tempfile.gettempdir()) / f"mp-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    folder = base / f"{run_key}-{epoch}"
+    if len(str(folder)) + _RAY_SUFFIX > _SOCKET_PATH_LIMIT:
+        raise SessionLost(
+            f"temp folder {folder} is too long for Ray's sockets; set TMPDIR to a short path",
+            folder=str(folder),
+        )
+    for older in base.glob(f"{run_key}-*"):
+        # Only the owner of the newest epoch gets here, so an older folder has no living user.
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def set_environment(folder: Path) -> None:
+    """Settings that Ray and its workers read from the environment; before ``import ray``."""
+    token = folder / "token"
+    if not token.exists():
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(token),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_DISABLE_DOCKER_CPU_WARNING="1",
+        RAY_memory_monitor_refresh_ms="0",
+        RAY_DEDUP_LOGS="0",
+    )
+
+
+@contextlib.contextmanager
+def local_ray(folder: Path, *, num_gpus: int = 0) -> Iterator[None]:
+    """Start a one-node Ray below ``folder`` and end it on the way out."""
+    set_environment(folder)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=os.cpu_count() or 1,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 * _MIB,
+        _temp_dir=str(folder / "ray"),
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def ray_logs(folder: Path) -> Path:
+    """Where Ray's per-process logs of this attempt are."""
+    return folder / "ray" / "session_latest" / "logs"
