@@ -53,17 +53,30 @@ class PublicationTransport(Protocol):
     """Can bring a single restarted engine up to date (a fixed-size collective cannot)."""
 
     async def prepare(self, policy: PolicyId) -> Snapshot:
-        """Make the snapshot while engines still serve. Trainer weights must stand still meanwhile."""
+        """Make the snapshot while engines still serve; the trainer's weights stand still meanwhile.
+
+        Asked again for the same policy it makes a new one. Raises whatever the trainer or the
+        file system raises; engines have not been touched then.
+        """
         ...
 
     async def transfer(
         self, snapshot: Snapshot, targets: Sequence[Target], *, flush: bool, deadline_s: float
     ) -> list[TransferOutcome]:
-        """Move it to every target; one outcome each, in order. Never raises for a single engine."""
+        """Move it to every target; one outcome each, in order. Never raises for a single engine.
+
+        An engine's HTTP answer is awaited beside the transfer under the one deadline; an error of
+        any participant ends the transfer on all sides before this returns. Raises a RunError only
+        for the trainer's side.
+        """
         ...
 
     async def release(self, policy: PolicyId) -> None:
-        """Drop the snapshot once every engine acknowledged or died."""
+        """Drop the snapshot once every engine acknowledged or died; unknown policies are no error."""
+        ...
+
+    async def ended(self, slot: int, incarnation: str) -> None:
+        """Take note that an incarnation is gone: what it may still have been reading is free."""
         ...
 
     async def close(self) -> None:
