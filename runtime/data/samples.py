@@ -15,7 +15,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class PromptId:
-    """Identity of a prompt: pass over the data (from 0) and row of the frozen data file (from 0)."""
+    """Identity of a prompt: pass over the data and row of the frozen data file, both from 0."""
 
     pass_: int
     index: int
@@ -87,7 +87,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All samples of one prompt that share a baseline; the unit of admission, retry and accounting."""
+    """All samples of one prompt that share a baseline: the unit of admission, retry, accounting."""
 
     prompt: Prompt
     attempt: int
@@ -182,5 +182,5 @@ def _span_problems(sample: Sample, n: int, epoch: int) -> list[str]:
     if sample.prefill.epoch != epoch:
         foreign.add(str(sample.prefill))
     if foreign:
-        problems.append(f"policies {sorted(foreign)} of an epoch this session does not own ({epoch})")
+        problems.append(f"policies {sorted(foreign)}: this session owns only epoch {epoch}")
     return problems
