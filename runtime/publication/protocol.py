@@ -42,7 +42,10 @@ class TransferOutcome:
 
     slot: int
     error: str | None
+    """Names the transport's session (group or folder) beside what went wrong."""
     elapsed_s: float
+    kind: str = "EngineError"
+    """Class name of the error; means nothing on success."""
 
 
 class PublicationTransport(Protocol):
@@ -72,7 +75,7 @@ class PublicationTransport(Protocol):
         ...
 
     async def release(self, policy: PolicyId) -> None:
-        """Drop the snapshot once every engine acknowledged or died; unknown policies are no error."""
+        """Drop the snapshot once every engine acknowledged or died; an unknown id is no error."""
         ...
 
     async def ended(self, slot: int, incarnation: str) -> None:
