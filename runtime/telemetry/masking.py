@@ -1,0 +1,73 @@
+"""Secrets out of text: by their shape, by the name they stand under, by this process's own.
+
+The net is the finished line, so that nested values, tracebacks and foreign libraries' messages pass
+it too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+
+MASK = "***"
+
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:password|passwd|passphrase|secret|api_?key|access_?key|secret_?key|private_?key|"
+    r"credentials?|authorization|auth|bearer|token)$",
+    re.IGNORECASE,
+)
+_NAMED_VALUE = (
+    r'(?P<name>"[A-Za-z0-9_.\-]*(?:password|passwd|passphrase|secret|api_?key|access_?key|secret_?key|'
+    r'private_?key|credentials?|authorization|_token|"token)"\s*:\s*")(?:[^"\\]|\\.)*(?=")'
+)
+_SHAPES = (
+    r"\bhf_[A-Za-z0-9]{20,}",
+    r"\bsk-[A-Za-z0-9_\-]{20,}",
+    r"\bgh[pousr]_[A-Za-z0-9]{20,}",
+    r"\bgithub_pat_[A-Za-z0-9_]{20,}",
+    r"\bglpat-[A-Za-z0-9_\-]{16,}",
+    r"\bxox[abposr]-[A-Za-z0-9\-]{10,}",
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    r"\bpn[ub]_[A-Za-z0-9]{20,}",
+    r"\bwandb_v1_[A-Za-z0-9_\-]{20,}",
+    r"\blocal-[0-9a-f]{40}\b",
+    r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=\")|$)",
+)
+_BEARER = r"(?P<scheme>\b(?:[Bb]earer|[Bb]asic) )[A-Za-z0-9._~+/=\-]{12,}"
+_USERINFO = r"(?P<user>\b[a-z][a-z0-9+.\-]*://[^\s/@:\"]*:)[^\s/@\"]+(?=@)"
+
+
+def is_secret_name(name: str) -> bool:
+    """``HF_TOKEN``, ``api_key``, ``authorization`` are; ``num_tokens``, ``token_ids`` are not."""
+    return _SECRET_NAME.search(name) is not None
+
+
+class Masker:
+    """Replaces secrets in text by ``***``.
+
+    Args:
+        environment: values under secret-shaped names of at least 8 characters are masked wherever
+            they appear; the process's own environment by default. Read once, here.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        env = os.environ if environment is None else environment
+        known: set[str] = set()
+        for name, value in env.items():
+            if is_secret_name(name) and len(value) >= 8:
+                known.add(re.escape(value))
+                known.add(re.escape(json.dumps(value)[1:-1]))
+        literal = sorted(known, key=len, reverse=True)
+        self._pattern = re.compile("|".join([_NAMED_VALUE, _BEARER, _USERINFO, *literal, *_SHAPES]))
+
+    def mask(self, text: str) -> str:
+        """``text`` (plain, or a JSON line) without its secrets."""
+        return self._pattern.sub(_keep_lead, text)
+
+
+def _keep_lead(match: re.Match[str]) -> str:
+    groups = match.groupdict()
+    return (groups["name"] or groups["scheme"] or groups["user"] or "") + MASK
