@@ -12,7 +12,7 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
 class EvaluationSet(Section):
-    """`[evaluation.sets.NAME]`: same prompts and seeds every time. One of `prompts` and `recipe`."""
+    """`[evaluation.sets.NAME]`: the same prompts and seeds every time. `prompts` or `recipe`."""
 
     prompts: RunPath | None = None
     """JSONL or Parquet file with the fields of `[data]`."""

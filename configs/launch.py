@@ -41,6 +41,8 @@ class Launch(Section):
     """Nodes. Several are one task with leader selection."""
     gpus_per_replica: int = Field(default=0, ge=0)
     """GPUs of each node; 0 is CPU only."""
+    gpu_memory: Bytes | None = None
+    """GPU memory this file was sized for; a cluster with another one warns."""
     memory: Bytes | None = None
     """Host memory of a replica, such as "256 GiB"; sets no GPU pool of an engine."""
     shared_memory: Bytes | None = None

@@ -44,7 +44,7 @@ class Section(BaseModel):
     @classmethod
     def _settle_aliases(cls, data: object) -> object:
         if not isinstance(data, dict):
-            return cast("object", data)
+            return data  # pyright: ignore[reportUnknownVariableType]  # model_type reports it
         table = dict(cast("dict[str, Any]", data))
         for alias, name in cls.aliases.items():
             if alias not in table:

@@ -1,0 +1,85 @@
+"""Which parts of the run file this version cannot execute yet.
+
+`plan` and `validate` work on the whole run file and list these; running refuses them. A line leaves
+this file in the commit that brings its machinery.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from configs.run import RunSpec
+
+_Gap = tuple[str, object, str]
+
+
+def unavailable(spec: RunSpec) -> list[str]:
+    """One line per field whose machinery is missing; empty when the run can start here."""
+    gaps = [*_training(spec), *_serving(spec), *_around(spec)]
+    return [
+        f"not available yet: {name} = {json.dumps(value)} ({what})" for name, value, what in gaps
+    ]
+
+
+def _training(spec: RunSpec) -> Iterator[_Gap]:
+    core = spec.core
+    if spec.algorithm == "opd" or spec.teacher is not None:
+        yield "algorithm", spec.algorithm, "on-policy distillation and [teacher]"
+    if spec.lora.rank > 0:
+        yield "lora.rank", spec.lora.rank, "adapters"
+    if core.backend == "megatron":
+        yield "core.backend", core.backend, "the Megatron Core backend"
+    for size in ("tensor", "pipeline", "context", "expert"):
+        if getattr(core, size) > 1:
+            yield f"core.{size}", getattr(core, size), "parallelism other than data-parallel"
+    if core.routing_replay:
+        yield "core.routing_replay", True, "routing replay"
+    if core.packing == "expert_aware":
+        yield "core.packing", core.packing, "packing by expert load"
+    if core.router_aux_coef > 0:
+        yield "core.router_aux_coef", core.router_aux_coef, "router losses"
+    if core.renormalize_support:
+        yield "core.renormalize_support", True, "scoring over kept tokens only"
+    if spec.launch.gpus_per_replica > 0:
+        yield "launch.gpus_per_replica", spec.launch.gpus_per_replica, "training on GPUs"
+
+
+def _serving(spec: RunSpec) -> Iterator[_Gap]:
+    core, rollout = spec.core, spec.rollout
+    if rollout.engine == "sglang":
+        yield "rollout.engine", rollout.engine, "the SGLang engine"
+    if rollout.tensor > 1:
+        yield "rollout.tensor", rollout.tensor, "tensor-parallel engines"
+    if rollout.colocated:
+        yield "rollout.colocated", True, "engines on the trainer's GPUs"
+    if rollout.function is not None:
+        yield "rollout.function", rollout.function, "multi-turn rollout functions"
+    if rollout.filter not in ("off", "equal_rewards"):
+        yield "rollout.filter", rollout.filter, "filters by import path"
+    if core.publication_mode == "rolling":
+        yield "core.publication_mode", core.publication_mode, "engine-by-engine publication"
+    if core.publication_transport in ("ipc", "p2p"):
+        yield "core.publication_transport", core.publication_transport, "this transport"
+    services = {"code", "judge", "http", "instructions"}
+    if spec.reward.verifier in services:
+        yield "reward.verifier", spec.reward.verifier, "this verifier"
+    if spec.reward.code is not None:
+        yield "reward.code", spec.reward.code.url, "the code service"
+    if spec.reward.judge is not None:
+        yield "reward.judge", spec.reward.judge.url or "managed", "judges"
+
+
+def _around(spec: RunSpec) -> Iterator[_Gap]:
+    if spec.evaluation.mode == "background":
+        yield "evaluation.mode", spec.evaluation.mode, "background evaluation"
+    if spec.checkpoint.every_seconds is not None:
+        yield "checkpoint.every_seconds", spec.checkpoint.every_seconds, "commits by time"
+    if spec.checkpoint.upload is not None:
+        yield "checkpoint.upload", spec.checkpoint.upload, "upload to an object store"
+    if spec.output.compiler_cache is not None:
+        yield "output.compiler_cache", str(spec.output.compiler_cache), "compiler caches"
+    if spec.launch.backend != "local":
+        yield "launch.backend", spec.launch.backend, "submission to a scheduler"
+    if spec.launch.auto_resume != "off":
+        yield "launch.auto_resume", spec.launch.auto_resume, "automatic resubmission"
