@@ -1,0 +1,145 @@
+"""One group under way: from its admission by the ledger to samples with rewards, or its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import anyio
+
+from runtime.data.samples import Group, Prompt, Sample, validate_sample
+from runtime.engines.pool import Route
+from runtime.errors import ContractViolation
+from runtime.policy import PolicyId
+from runtime.rollout.functions import Generate, RolloutFunction, RolloutTask
+from runtime.rollout.parts import Judge
+from runtime.rollout.settings import ProducerSettings
+
+TIMEOUT = "timeout"
+"""Reason of a flight that was cancelled because its deadline had passed: a failure of the group."""
+
+
+class Flight:
+    """Who owns a group under way, how long it may take, and why it was cancelled, if it was.
+
+    Args:
+        prompt: what is asked.
+        attempt: its attempt in the ledger.
+        num_stale: how often it was sent back as too old; from 1 on the trainer waits for it.
+        order: admissions before it, to tell the older of two groups.
+        reserved: sample slots it holds from the start.
+        admitted_s: open-gate time of its admission.
+    """
+
+    __slots__ = (
+        "admitted_s", "attempt", "calls", "is_generated", "key", "num_stale", "oldest", "order",
+        "prompt", "reason", "reserved", "route", "scope",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        prompt: Prompt,
+        attempt: int,
+        num_stale: int,
+        order: int,
+        reserved: int,
+        admitted_s: float,
+    ) -> None:
+        self.prompt = prompt
+        self.attempt = attempt
+        self.key = (prompt.id, attempt)
+        self.num_stale = num_stale
+        self.order = order
+        self.reserved = reserved
+        self.admitted_s = admitted_s
+        self.scope = anyio.CancelScope()
+        self.reason: str | None = None
+        self.route: Route | None = None
+        self.oldest: PolicyId | None = None
+        """Policy of the engine its first request went to: nothing in it can be older."""
+        self.calls = 0
+        """Requests sent."""
+        self.is_generated = False
+        """All samples are there; what remains is the verifiers', who have limits of their own."""
+
+    def cancel(self, reason: str) -> None:
+        """End the attempt for a reason that is no failure of it; it is joined, then requeued."""
+        if self.reason is None:
+            self.reason = reason
+            self.scope.cancel()
+
+    def sent_to(self, route: Route) -> None:
+        """A request goes out now."""
+        self.calls += 1
+        self.route = route
+        if self.oldest is None or route.policy < self.oldest:
+            self.oldest = route.policy
+
+    def is_overdue(self, open_s: float, settings: ProducerSettings) -> bool:
+        """Its deadline has passed, in open-gate time."""
+        return not self.is_generated and open_s - self.admitted_s > self.limit_s(settings)
+
+    def limit_s(self, settings: ProducerSettings) -> float:
+        """The deadline in force: until the first request, or to the end of generation."""
+        running = settings.running_deadline_s if self.calls else 0.0
+        return settings.waiting_deadline_s + running
+
+
+async def make_group(
+    flight: Flight,
+    generate: Generate,
+    *,
+    function: RolloutFunction,
+    judge: Judge | None,
+    settings: ProducerSettings,
+    on_generated: Callable[[], None],
+) -> Group:
+    """Generate, validate and judge one group.
+
+    Args:
+        flight: the attempt.
+        generate: its way to the engines.
+        function: makes the samples.
+        judge: None where the algorithm has no rewards (OPD); every reward is 0 then.
+        settings: numbers and sampling.
+        on_generated: told once all samples are there and valid, before reward and filter: for the
+            stop rule the attempt has succeeded.
+
+    Raises:
+        ServingError: a request failed; siblings were cancelled and joined.
+        DataError: a response could not be judged.
+        ContractViolation: samples or rewards that must not be trained on.
+    """
+    task = RolloutTask(
+        prompt=flight.prompt, num_samples=settings.samples_per_prompt, sampling=settings.sampling
+    )
+    samples = await function(task, generate)
+    _validate(samples, flight, settings)
+    flight.is_generated = True
+    on_generated()
+    rewards = [0.0] * len(samples)
+    if judge is not None:
+        rewards = await judge.judge(flight.prompt, [sample.text for sample in samples])
+    if len(rewards) != len(samples) or not all(map(math.isfinite, rewards)):
+        raise ContractViolation(
+            f"group {flight.prompt.id}: {len(samples)} samples were judged as {rewards!r}",
+            prompt=str(flight.prompt.id),
+        )
+    return Group(
+        prompt=flight.prompt,
+        attempt=flight.attempt,
+        samples=tuple(replace(s, reward=r) for s, r in zip(samples, rewards, strict=True)),
+    )
+
+
+def _validate(samples: list[Sample], flight: Flight, settings: ProducerSettings) -> None:
+    if len(samples) != settings.samples_per_prompt:
+        raise ContractViolation(
+            f"group {flight.prompt.id} has {len(samples)} samples instead of "
+            f"{settings.samples_per_prompt}",
+            prompt=str(flight.prompt.id),
+        )
+    for sample in samples:
+        validate_sample(sample, epoch=settings.epoch, vocab_size=settings.vocab_size)

@@ -1,0 +1,55 @@
+"""What the producer works with, and the narrow faces of those parts that live in other rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.data.ledger import Ledger
+from runtime.data.samples import Prompt, PromptId
+from runtime.engines.pool import EnginePool
+from runtime.errors import DataError
+from runtime.rollout.filters import GroupFilter
+from runtime.rollout.functions import RolloutFunction
+from runtime.rollout.gate import AdmissionGate
+
+
+class Judge(Protocol):
+    """The verifiers."""
+
+    async def judge(self, prompt: Prompt, texts: list[str]) -> list[float]:
+        """Reward of each text, in order.
+
+        Raises:
+            DataError: if a text could not be judged, after a second try on it.
+        """
+        ...
+
+
+class DataBudget(Protocol):
+    """The data-failure budget, ``reward.skip_budget``."""
+
+    def charge(self, prompt: Prompt, error: DataError) -> None:
+        """Charge one group.
+
+        Raises:
+            DataBudgetExceeded: if that was one too many.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerParts:
+    """Everything outlives the producer."""
+
+    ledger: Ledger
+    prompt: Callable[[PromptId], Prompt]
+    pool: EnginePool
+    gate: AdmissionGate
+    function: RolloutFunction
+    judge: Judge | None
+    """None: the algorithm has no rewards (OPD); every reward is 0 then."""
+    budget: DataBudget
+    accept: GroupFilter | None = None
+    """Filter on judged groups; None lets everything through."""
