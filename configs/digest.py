@@ -1,8 +1,8 @@
 """Two digests of a run: what changes results, and how it is laid out.
 
 `training_digest` must match on resume. `layout` may change where the backend can reshard, with a
-notice. Every field of the run file is in exactly one of the tables below (a test holds that), so that a new
-field cannot slip past the question which of them it belongs to.
+notice. Every field of the run file is in exactly one of the tables below (a test holds that), so
+that a new field cannot slip past the question which of them it belongs to.
 """
 
 from __future__ import annotations
