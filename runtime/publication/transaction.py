@@ -24,6 +24,7 @@ from runtime.publication.pausing import PublicationMode
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.stage_log import StageEvent, StageLog, log_stage
 from runtime.publication.swap import Drain, Kill, Swap, SwapParts
+from runtime.telemetry.events import Event
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
 
@@ -206,8 +207,11 @@ class Publisher:
         return decision
 
     def _record(self, decision: Decision) -> None:
-        level = _log.info if decision.outcome == "published" else _log.warning
-        level(f"publication.{decision.outcome}", **decision.model_dump(mode="json"))
+        facts = decision.model_dump(mode="json", exclude={"schema_version"})
+        if decision.outcome == "published":
+            _log.info(Event.PUBLICATION_COMMITTED, **facts)
+        else:
+            _log.warning(Event.PUBLICATION_FAILED, **facts)
         try:
             append_decision(self._record_path, decision)
         except OSError as exc:

@@ -171,7 +171,7 @@ def test_nothing_resumes_when_no_engine_is_verified_and_the_retry_works(house):
         for slot in (0, 1):
             home.faults.plan[slot, "update_from_disk"] = "torn"
         home.journal.events.clear()
-        with pytest.raises(PublicationFailed, match="no engine was verified at e1.u2") as caught:
+        with pytest.raises(PublicationFailed, match=r"no engine was verified at e1\.u2") as caught:
             await home.publish(P2)
         assert [f["slot"] for f in caught.value.detail["failed"]] == [0, 1]
         assert home.publisher.published == P1
@@ -288,7 +288,7 @@ def test_drain_waits_for_running_requests_and_flushes(house):
 def test_a_drain_that_does_not_end_changes_nothing(house):
     async def main():
         home = house(1, limits=SHORT)
-        with pytest.raises(WaitTimeout, match="running requests to end before e1.u1"):
+        with pytest.raises(WaitTimeout, match=r"running requests to end before e1\.u1"):
             await home.publish(P1, mode="drain", drain=anyio.sleep_forever)
         assert home.journal.events == []
         assert not home.publisher.is_halted
@@ -415,7 +415,7 @@ faults_of_a_round = st.dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(num_engines=st.integers(1, 4), rounds=st.lists(faults_of_a_round, min_size=1, max_size=5))
 def test_any_failures_leave_only_verified_engines_serving(tmp_path_factory, num_engines, rounds):
-    """Against a model of ten lines: who has no fault before ``resume`` is verified, the rest is gone."""
+    """Against a small model: who has no fault before ``resume`` is verified, the rest is gone."""
 
     async def main():
         home = House(tmp_path_factory.mktemp("p"), num_engines)

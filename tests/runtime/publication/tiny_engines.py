@@ -122,9 +122,7 @@ class TinyEngine:
         if flush:
             await self.flush_cache()
         self.journal.add("load", self.slot)
-        self.weights = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            self.weights.update(load(file.read_bytes()))
+        self.weights = _read(Path(path))
         self.says = str(policy)
 
     async def checksums(self) -> dict[str, str]:
@@ -139,6 +137,13 @@ class TinyEngine:
     async def policy(self) -> str:
         self._live()
         return self.says
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights.update(load(file.read_bytes()))
+    return weights
 
 
 Kind = Literal["refuse", "lose", "hang", "nothing", "torn", "bug"]
