@@ -50,7 +50,7 @@ class TrainBatch:
     """The update this batch makes (trainer's update before it, plus one)."""
     sequences: tuple[Sequence, ...]
     consumed_digest: str
-    """Running digest of (update, group id) after this batch, as the ledger has it; kept in state."""
+    """Running digest of (update, group id) after this batch, as the ledger has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,17 @@ class TrainMetrics:
     """What one ``train_step`` reports, equal on all ranks."""
 
     values: dict[str, float] = field(default_factory=dict[str, float])
-    """Flat metrics: loss, policy_loss, policy_grad_norm (absent when not measured), total_grad_norm,
-    parameter_change_norm, lr, entropy, tokens, mixed_groups, equal_groups, skipped_steps,
-    tis/clip_share, tis/ess, kl_train_behaviour, agreement/gap_mean|gap_p99|gap_max|tokens (absent when
-    not measured), refresh/… of spec 40, elapsed_s per part."""
+    """Flat and finite; what was not measured is absent, never 0.
+
+    Always: loss, policy_loss, lr, tokens (active ones), sequences, mixed_groups, equal_groups,
+    policy_gradient_expected (0 or 1), parameter_change_norm, ratio_clip_share, optimizer_steps,
+    skipped_steps (of this update), skipped_steps_total, refresh/mixed_responses, elapsed_s/<part>.
+    When a step was taken: total_grad_norm, and policy_grad_norm where it was measured.
+    When log-probs were measured: kl_train_behaviour, tis/ess, and tis/clip_share with TIS on.
+    When some response is wholly of the current policy: agreement/ with gap_mean, gap_p99, gap_max,
+    tokens, responses. When some response is mixed: refresh/prefix_ and refresh/latest_ with
+    gap_mean, clip_share, tokens. With a reference: kl_loss. When asked for: entropy.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +81,15 @@ class StagedState:
 
 
 class TrainerBackend(Protocol):
-    """One rank of the trainer. Methods are sync and run one at a time, ``write_staged`` excepted."""
+    """One rank of the trainer. Sync methods, one at a time, ``write_staged`` excepted."""
 
     def load(self, model_path: str) -> dict[str, object]:
         """Load HF weights; returns vocab_size, num_parameters, tied, context_length, eos ids."""
         ...
 
-    def score(self, sequences: tuple[Sequence, ...], *, temperature: float) -> list[NDArray[np.float32]]:
+    def score(
+        self, sequences: tuple[Sequence, ...], *, temperature: float
+    ) -> list[NDArray[np.float32]]:
         """Log-probs of each response's tokens under the current weights; same order."""
         ...
 
@@ -111,7 +120,7 @@ class TrainerBackend(Protocol):
         ...
 
     def restore(self, folder: str) -> dict[str, object]:
-        """Load a committed state; returns ``update`` and ``consumed_digest``. Reshards if needed."""
+        """Load a committed state; ``update`` and ``consumed_digest``. Reshards if needed."""
         ...
 
     def stop(self) -> None:

@@ -1,0 +1,210 @@
+"""Everything the trainer is told, settled: no field here has a default that depends on another.
+
+The run file's models live in ``configs``; ``from_spec`` is the one place that turns them into
+these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from configs.core import Core
+from configs.loss import LOSSES, Aggregation, LossName, Ratio
+from configs.rollout import Rollout
+
+KlKind = Literal["off", "k1", "k2", "k3"]
+DTypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """The loss of one token, how tokens add up, and the corrections around it."""
+
+    ratio: Ratio = "token"
+    normalize_std: bool = True
+    """Scale centred rewards by the group's std; applied where advantages are made."""
+    aggregation: Aggregation = "sample"
+    eps_clip: float = 0.2
+    """Not read when ``ratio`` is "none"."""
+    eps_clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: KlKind = "off"
+    kl_coef: float = 0.0
+    """KL as a term of the loss."""
+    kl_reward_coef: float = 0.0
+    """KL subtracted from the advantage, token by token; not together with ``kl_coef``."""
+    entropy_coef: float = 0.0
+    entropy_metric: bool = False
+    """Report the entropy although ``entropy_coef`` is 0."""
+    old_policy: Literal["recompute", "behaviour"] = "recompute"
+    tis: bool = True
+    tis_clip: float = 2.0
+    tis_clip_low: float = 0.0
+    tis_level: Literal["token", "sequence"] = "token"
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    max_response_tokens: int = 1024
+    """Divisor of the "constant" aggregation."""
+
+    @classmethod
+    def named(cls, name: LossName, **cells: Any) -> LossSettings:
+        """The row ``name`` of the loss table, with single cells replaced."""
+        row = LOSSES[name]
+        settings = cls(
+            ratio=row.ratio,
+            normalize_std=row.normalize_std,
+            aggregation=row.aggregation,
+            eps_clip=0.0 if row.eps_clip is None else row.eps_clip,
+            eps_clip_high=0.0 if row.eps_clip_high is None else row.eps_clip_high,
+        )
+        return replace(settings, **cells)
+
+    @property
+    def has_other_terms(self) -> bool:
+        """The loss holds more than the policy term, so its gradient is not the policy gradient."""
+        return (self.kl != "off" and self.kl_coef != 0) or self.entropy_coef != 0
+
+    @property
+    def has_kl_in_advantage(self) -> bool:
+        """Advantages get a KL penalty, so a group with equal rewards still has a gradient."""
+        return self.kl != "off" and self.kl_reward_coef != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Entropy is computed: as a term, or as a figure only."""
+        return self.entropy_coef != 0 or self.entropy_metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and the course of its learning rate."""
+
+    lr: float = 1e-6
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_decay_updates: int | None = None
+    """Update at which the cosine arrives at ``min_lr``; None only with "constant"."""
+    min_lr: float = 0.0
+    warmup_updates: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    adam_eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """One trainer, all ranks alike."""
+
+    loss: LossSettings = LossSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    dtype: DTypeName = "float32"
+    """Of the forward pass and of exported weights; the optimizer always keeps fp32 masters."""
+    temperature: float = 1.0
+    """Log-probs are scored at the temperature the tokens were sampled at."""
+    max_tokens_per_bin: int = 16384
+    packing: Literal["tokens", "flops"] = "tokens"
+    updates_per_collection: int = 1
+    """Optimizer steps made from one collection."""
+    share_prompts: bool = True
+    """Run a prompt once per group and bin instead of once per sample; same result."""
+    activation_checkpointing: bool = False
+    compile: bool = False
+    head_chunk_tokens: int = 4096
+    """Rows of logits that exist at one time."""
+    max_mean_logprob_gap: float = 1e-4
+    """Limit of the policy_agreement contract: a mean."""
+    policy_grad_norm_every: int = 50
+    max_skipped_steps: int = 0
+    reference: str | None = None
+    """Model folder of the reference policy; None: the initial model. Loaded only if KL is on."""
+    distributed_timeout_s: float = 600.0
+    seed: int = 0
+    deterministic: bool = False
+    """Refuse kernels whose result depends on scheduling."""
+    threads: int = 1
+    """Torch threads per process; more than the free cores collapses."""
+
+
+def from_spec(
+    core: Core,
+    rollout: Rollout,
+    *,
+    dtype: DTypeName,
+    seed: int,
+    deterministic: bool = False,
+) -> TrainerSettings:
+    """Settle the trainer of a run file.
+
+    Args:
+        core: ``[core]``.
+        rollout: ``[rollout]``; temperature and the longest response are read from it.
+        dtype: ``[model] dtype``.
+        seed: of the run.
+        deterministic: same seed, same loss, also on a GPU; costs speed there.
+
+    Raises:
+        ValueError: for what ``configs.availability`` should have refused before.
+    """
+    if core.backend != "torch" or core.packing == "expert_aware":
+        raise ValueError(f"backend {core.backend} with packing {core.packing} is not for torch")
+    return TrainerSettings(
+        loss=_loss(core, rollout),
+        optimizer=_optimizer(core),
+        dtype=dtype,
+        temperature=rollout.temperature,
+        max_tokens_per_bin=core.max_tokens_per_gpu * core.context,
+        packing=core.packing,
+        updates_per_collection=core.updates_per_collection,
+        activation_checkpointing=core.activation_checkpointing,
+        compile=core.compile,
+        max_mean_logprob_gap=core.mean_logprob_gap(dtype),
+        policy_grad_norm_every=core.policy_grad_norm_every,
+        max_skipped_steps=core.max_skipped_steps,
+        reference=None if core.reference is None else str(core.reference),
+        distributed_timeout_s=core.distributed_timeout,
+        seed=seed,
+        deterministic=deterministic,
+    )
+
+
+def _loss(core: Core, rollout: Rollout) -> LossSettings:
+    row = core.loss_row
+    return LossSettings(
+        ratio=row.ratio,
+        normalize_std=row.normalize_std,
+        aggregation=row.aggregation,
+        eps_clip=row.eps_clip or 0.0,
+        eps_clip_high=row.eps_clip_high or 0.0,
+        dual_clip=core.dual_clip,
+        kl=core.kl,
+        kl_coef=core.kl_coef,
+        kl_reward_coef=core.kl_reward_coef,
+        entropy_coef=core.entropy_coef,
+        entropy_metric=core.entropy_metric,
+        old_policy=core.old_policy,
+        tis=core.uses_tis,
+        tis_clip=core.tis_clip,
+        tis_clip_low=core.tis_clip_low,
+        tis_level=core.tis_level,
+        tis_mode=core.tis_mode,
+        max_response_tokens=rollout.max_response_tokens,
+    )
+
+
+def _optimizer(core: Core) -> OptimizerSettings:
+    decay = core.lr_decay_updates or core.max_updates
+    if core.lr_schedule == "cosine" and decay is None:
+        raise ValueError("a cosine schedule needs lr_decay_updates or max_updates")
+    return OptimizerSettings(
+        lr=core.lr,
+        lr_schedule=core.lr_schedule,
+        lr_decay_updates=decay,
+        min_lr=core.min_lr,
+        warmup_updates=core.warmup_updates,
+        weight_decay=core.weight_decay,
+        beta1=core.beta1,
+        beta2=core.beta2,
+        adam_eps=core.adam_eps,
+        max_grad_norm=core.max_grad_norm,
+    )

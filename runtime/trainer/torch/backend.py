@@ -1,0 +1,264 @@
+"""``TrainerBackend`` on HF model classes: one rank, alone or under FSDP2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.engines.protocol import TensorSpec
+from runtime.errors import ContractViolation, PartialWrite
+from runtime.trainer.packing import Cost, by_flops, by_tokens
+from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
+from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch.optimizer import Optimizer
+from runtime.trainer.torch.packer import Packer, score
+from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.scorer import PackedScorer, load_scorer
+from runtime.trainer.torch.state import (
+    KINDS,
+    RNG_CPU,
+    RNG_CUDA,
+    RankRecord,
+    RowSlice,
+    Staging,
+    StoredState,
+)
+from runtime.trainer.torch.update import Machinery, Update
+from runtime.trainer.torch.weights import Weights
+
+
+class TorchTrainer:
+    """One rank. Construct, let the ranks join, ``load``; then as the protocol says."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks | None = None) -> None:
+        self.settings = settings
+        self.ranks = ranks or Ranks()
+        self.update = 0
+        self.consumed_digest = ""
+        self._skipped_steps = 0
+        self._staging = Staging()
+        self._machinery: Machinery | None = None
+
+    def load(self, model_path: str) -> dict[str, object]:
+        """Load HF weights and make a fresh optimizer; facts about the model.
+
+        Returns:
+            vocab_size, num_parameters, tied, context_length, eos (list of ids), dtype.
+
+        Raises:
+            UnavailableFeature: if the model needs something this backend lacks.
+        """
+        settings = self.settings
+        torch.manual_seed(settings.seed + self.ranks.rank)
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        scorer = self._load_scorer(model_path)
+        weights = Weights(scorer, self.ranks, getattr(torch, settings.dtype))
+        self._machinery = Machinery(
+            settings=settings,
+            weights=weights,
+            optimizer=Optimizer(weights, settings.optimizer),
+            packer=Packer(
+                self.ranks,
+                capacity=settings.max_tokens_per_bin,
+                share_prompts=settings.share_prompts,
+                cost=_cost(settings, weights, scorer.causal_lm.config),
+            ),
+            reference=self._load_reference(model_path),
+        )
+        self.update, self.consumed_digest, self._skipped_steps = 0, "", 0
+        return _facts(scorer, weights, settings)
+
+    def _load_scorer(self, path: str) -> PackedScorer:
+        return load_scorer(
+            path,
+            temperature=self.settings.temperature,
+            chunk=self.settings.head_chunk_tokens,
+            activation_checkpointing=self.settings.activation_checkpointing,
+            compile_layers=self.settings.compile,
+        )
+
+    def _load_reference(self, model_path: str) -> PackedScorer | None:
+        """The frozen reference, sharded and rounded like the policy; None unless KL is used."""
+        loss = self.settings.loss
+        if loss.kl == "off" or not (loss.kl_coef or loss.kl_reward_coef):
+            return None
+        scorer = self._load_scorer(self.settings.reference or model_path)
+        scorer.requires_grad_(False)
+        return Weights.frozen(scorer, self.ranks, getattr(torch, self.settings.dtype))
+
+    @property
+    def _ready(self) -> Machinery:
+        if self._machinery is None:
+            raise RuntimeError("the trainer has no model yet: call load first")
+        return self._machinery
+
+    def score(
+        self, sequences: tuple[Sequence, ...], *, temperature: float
+    ) -> list[NDArray[np.float32]]:
+        """Log-probs of each response under the current weights, same order, on every rank.
+
+        Raises:
+            ValueError: if ``temperature`` is not the one this trainer was made for.
+        """
+        if temperature != self.settings.temperature:
+            raise ValueError(
+                f"the trainer scores at {self.settings.temperature}, not {temperature}"
+            )
+        lengths = [len(s.tokens) - s.prompt_len for s in sequences]
+        offset_S = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        m = self._ready
+        flat = score(m.weights.scorer, m.packer, sequences, offset_S).numpy()
+        return np.split(flat, offset_S[1:-1])
+
+    def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """Make update ``batch.update`` from one collection.
+
+        Raises:
+            ContractViolation: if ``batch.update`` is not the next one, or as ``Update.run`` says.
+        """
+        if batch.update != self.update + 1:
+            raise ContractViolation(
+                f"the trainer stands at update {self.update}; a batch for {batch.update} came",
+                update=self.update,
+                batch=batch.update,
+            )
+        update = Update(self._ready, batch, skipped_before=self._skipped_steps)
+        values = update.run()
+        self.update, self.consumed_digest = batch.update, batch.consumed_digest
+        self._skipped_steps = update.skipped_total
+        return TrainMetrics(values=values)
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """HF names, dtypes and shapes in export order; tied weights once."""
+        return self._ready.weights.specs()
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole weights in buckets of at most ``bucket_bytes``; a larger tensor comes alone.
+
+        Collective: every rank must exhaust it. Alone and in fp32 the tensors *are* the weights, not
+        copies: use them before the next step.
+        """
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self._ready.weights.full_tensors():
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+    def stage(self) -> StagedState:
+        """Copy model, optimizer, RNG, counters and digest to host memory: the whole stall."""
+        m = self._ready
+        tensors: dict[str, Tensor] = {}
+        slices: dict[str, RowSlice] = {}
+        for name, part, (shape, start) in self._stored_parts():
+            slices[name] = RowSlice(shape=shape, start=start)
+            if part.numel() or not part.dim():
+                tensors[name] = part
+        tensors[RNG_CPU] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            tensors[RNG_CUDA] = torch.cuda.get_rng_state()
+        record = RankRecord(
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            update=self.update,
+            consumed_digest=self.consumed_digest,
+            optimizer_steps=m.optimizer.num_steps,
+            skipped_steps=self._skipped_steps,
+            slices={name: s for name, s in slices.items() if name in tensors},
+        )
+        return self._staging.stage(tensors, record)
+
+    def _stored_parts(self) -> Iterator[tuple[str, Tensor, tuple[tuple[int, ...], int]]]:
+        """(stored name, this rank's part, (whole shape, first row)); writing to a part sets it."""
+        m = self._ready
+        rows = zip(
+            m.weights.names,
+            m.weights.local_masters(),
+            m.optimizer.moments(),
+            m.weights.row_slices(),
+            strict=True,
+        )
+        for name, master, moments, place in rows:
+            for kind, part in zip(KINDS, (master, *moments), strict=True):
+                yield f"{kind}/{name}", part, place
+
+    def write_staged(self, token: str, folder: str) -> list[str]:
+        """Write a staged copy as this rank's files, fsynced; their names. Frees the copy."""
+        return self._staging.write(token, Path(folder))
+
+    def restore(self, folder: str) -> dict[str, object]:
+        """Load a committed state made by any number of ranks; ``update`` and ``consumed_digest``.
+
+        ``load`` comes first, with the model the run began with. A rank that did not exist when the
+        state was written starts its RNG from (seed, rank, update).
+
+        Raises:
+            PartialWrite: if files are missing, damaged, or of another model.
+        """
+        m = self._ready
+        stored = StoredState(Path(folder))
+        record = stored.records[0]
+        with stored, torch.no_grad():
+            for name, part, (shape, start) in self._stored_parts():
+                stored.fill(name, part, shape=shape, start=start)
+            rng = stored.rng(self.ranks.rank)
+        m.weights.masters_changed()
+        m.optimizer.num_steps = record.optimizer_steps
+        if rng is None:
+            torch.manual_seed(hash((self.settings.seed, self.ranks.rank, record.update)))
+        else:
+            _set_rng(rng, folder)
+        self.update, self.consumed_digest = record.update, record.consumed_digest
+        self._skipped_steps = record.skipped_steps
+        return {"update": record.update, "consumed_digest": record.consumed_digest}
+
+    def stop(self) -> None:
+        """Leave the process group and free memory. Idempotent."""
+        self._machinery = None
+        self.ranks.leave()
+
+
+def _set_rng(rng: dict[str, Tensor], folder: str) -> None:
+    if RNG_CPU not in rng:
+        raise PartialWrite(f"{folder}: the RNG state is missing")
+    torch.set_rng_state(rng[RNG_CPU])
+    if torch.cuda.is_available() and RNG_CUDA in rng:
+        torch.cuda.set_rng_state(rng[RNG_CUDA])
+
+
+def _cost(settings: TrainerSettings, weights: Weights, config: Any) -> Cost:
+    if settings.packing == "tokens":
+        return by_tokens
+    layers = sum(m.numel() for m in weights.masters)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pair = 4 * config.num_attention_heads * head_dim * config.num_hidden_layers
+    return by_flops(2.0 * layers, float(pair))
+
+
+def _facts(scorer: PackedScorer, weights: Weights, settings: TrainerSettings) -> dict[str, object]:
+    model = scorer.causal_lm
+    config = model.config
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = config.eos_token_id
+    return {
+        "vocab_size": config.vocab_size,
+        "num_parameters": sum(master.numel() for master in weights.masters),
+        "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        "context_length": config.max_position_embeddings,
+        "eos": [] if eos is None else list(eos) if isinstance(eos, list) else [eos],
+        "dtype": settings.dtype,
+    }

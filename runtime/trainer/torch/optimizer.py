@@ -1,0 +1,98 @@
+"""AdamW over fp32 masters: schedule, global norm, clipping, and steps that are not taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from runtime.trainer.settings import OptimizerSettings
+from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.weights import Weights, local
+
+
+def learning_rate(settings: OptimizerSettings, update: int) -> float:
+    """Rate of the update ``update`` (1 is the first).
+
+    Grows linearly over ``warmup_updates`` and reaches ``lr`` at the last of them; then constant, or
+    half a cosine from ``lr`` down to ``min_lr`` at ``lr_decay_updates`` and flat from there.
+    """
+    if update <= settings.warmup_updates:
+        return settings.lr * update / settings.warmup_updates
+    if settings.lr_schedule == "constant" or settings.lr_decay_updates is None:
+        return settings.lr
+    length = max(settings.lr_decay_updates - settings.warmup_updates, 1)
+    done = min((update - settings.warmup_updates) / length, 1.0)
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done))
+
+
+class Optimizer:
+    """Optimizer state of one rank. Moments exist from the start, so state has one shape always."""
+
+    def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
+        self._weights = weights
+        self._settings = settings
+        self._adam = torch.optim.AdamW(
+            weights.masters,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            # One kernel per tensor; DTensor has no fused form of it.
+            fused=weights.ranks.size == 1,
+            foreach=None if weights.ranks.size == 1 else False,
+        )
+        for master in weights.masters:
+            self._adam.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=local(master).device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradients, before clipping; equal on all ranks."""
+        return global_norm(self._weights.gradients(), self._weights.ranks)
+
+    def step(self, update: int, norm: float) -> bool:
+        """Clip by ``norm`` and step with the rate of ``update``; False if the step was skipped.
+
+        A norm that is not finite skips it: weights and moments stay as they were. Gradients are
+        dropped either way.
+        """
+        is_taken = math.isfinite(norm)
+        if is_taken:
+            limit = self._settings.max_grad_norm
+            if norm > limit:
+                for gradient in self._weights.gradients():
+                    gradient.mul_(limit / (norm + 1e-6))
+            self._adam.param_groups[0]["lr"] = learning_rate(self._settings, update)
+            self._adam.step()
+            self._weights.masters_changed()
+        self._weights.drop_gradients()
+        return is_taken
+
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of (first, second) moment of each master, to read or to write."""
+        states = [self._adam.state[master] for master in self._weights.masters]
+        return [(local(s["exp_avg"]), local(s["exp_avg_sq"])) for s in states]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, as bias correction counts them."""
+        return int(self._adam.state[self._weights.masters[0]]["step"].item())
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        for master in self._weights.masters:
+            self._adam.state[master]["step"].fill_(float(value))
+
+
+def global_norm(parts: Sequence[Tensor], ranks: Ranks) -> float:
+    """L2 norm of tensors of which every rank holds its part (alone: all); 0.0 without any."""
+    square = torch.zeros((), dtype=torch.float64)
+    if parts:
+        square += get_total_norm(list(parts)).double().square().cpu()
+    return math.sqrt(ranks.add_up_on_cpu(square).item())

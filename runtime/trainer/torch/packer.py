@@ -1,0 +1,79 @@
+"""From a collection to this rank's packed rows, and scoring, which needs nothing more."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.trainer.packing import Bin, Cost, Unit, make_units, plan_bins
+from runtime.trainer.protocol import Sequence
+from runtime.trainer.torch.layout import PackedRow, pack_row
+from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.scorer import PackedScorer
+
+# Legend: R response tokens of the whole collection, N those of one row.
+
+
+class Packer:
+    """Plans and packs the bins of this rank; every rank makes the same plan by itself."""
+
+    def __init__(self, ranks: Ranks, *, capacity: int, share_prompts: bool, cost: Cost) -> None:
+        self.ranks = ranks
+        self._capacity = capacity
+        self._share_prompts = share_prompts
+        self._cost = cost
+
+    def plan(self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]) -> list[list[Bin]]:
+        """Bins of the chosen sequences, by rank."""
+        described = ((i, sequences[i]) for i in chosen)
+        units = make_units(
+            [(i, s.prompt_len, len(s.logprobs), _prompt_key(s)) for i, s in described],
+            capacity=self._capacity,
+            share_prompts=self._share_prompts,
+        )
+        return plan_bins(units, capacity=self._capacity, ranks=self.ranks.size, cost=self._cost)
+
+    def rows(
+        self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]
+    ) -> abc.Generator[tuple[PackedRow, bool]]:
+        """This rank's packed rows, and whether each one counts.
+
+        A rank left without work gets a row that does not count: it takes part in the collectives
+        inside the model, and its result is to be dropped.
+        """
+        for a_bin in self.plan(sequences, chosen)[self.ranks.rank]:
+            if a_bin:
+                yield pack_row(a_bin, sequences, self.ranks.device), True
+            else:
+                some = sequences[chosen[0]]
+                idle = [Unit(some.prompt_len, ((chosen[0], len(some.logprobs)),))]
+                yield pack_row(idle, sequences, self.ranks.device), False
+
+
+def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
+    return sequence.group, sequence.tokens[: sequence.prompt_len].tobytes()
+
+
+def flat_places(row: PackedRow, offset_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Flat places [N], within the collection, of a row's response tokens."""
+    return np.concatenate([np.arange(offset_S[i], offset_S[i + 1]) for i in row.members])
+
+
+@torch.no_grad()
+def score(
+    scorer: PackedScorer,
+    packer: Packer,
+    sequences: abc.Sequence[Sequence],
+    offset_S: NDArray[np.int64],
+) -> Tensor:
+    """Log-probs of all response tokens: float32 [R] on the CPU, whole on every rank. Collective."""
+    flat_R = torch.zeros(int(offset_S[-1]))
+    for row, counts in packer.rows(sequences, range(len(sequences))):
+        logprob_N, _ = scorer(row)
+        if counts:
+            flat_R[torch.from_numpy(flat_places(row, offset_S))] = logprob_N.cpu()
+    return packer.ranks.add_up_on_cpu(flat_R)

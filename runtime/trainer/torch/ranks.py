@@ -1,0 +1,79 @@
+"""The ranks of one trainer: rendezvous, and the few collectives used outside FSDP."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # documented here, not re-exported
+)
+
+
+class Ranks:
+    """This process among ``size``; alone, every collective is the identity and no group exists."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}")
+        self.rank = rank
+        self.size = size
+        self._store: TCPStore | None = None
+
+    def listen(self, host: str, *, timeout_s: float) -> int:
+        """Open the rendezvous store on a free port of ``host`` (rank 0); returns the port."""
+        store = TCPStore(
+            host,
+            0,
+            world_size=self.size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        self._store = store
+        return store.port
+
+    def join(self, host: str, port: int, *, backend: str, timeout_s: float) -> None:
+        """Enter the process group; returns when all ranks are in.
+
+        Args:
+            host: where rank 0 listens.
+            port: as ``listen`` returned it.
+            backend: "gloo" or "nccl".
+            timeout_s: limit of the rendezvous and of every later collective.
+        """
+        if self.size == 1:
+            return
+        limit = timedelta(seconds=timeout_s)
+        if self._store is None:
+            self._store = TCPStore(host, port, world_size=self.size, is_master=False, timeout=limit)
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit
+        )
+
+    def add_up(self, value: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def add_up_on_cpu(self, value: Tensor) -> Tensor:
+        """Sum over ranks of a CPU tensor, back on the CPU."""
+        if self.size == 1:
+            return value
+        return self.add_up(value.to(self.device)).cpu()
+
+    def leave(self) -> None:
+        """Destroy the group. Idempotent."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")

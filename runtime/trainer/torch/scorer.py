@@ -1,0 +1,113 @@
+"""The model as the trainer uses it: packed row in, log-probs of its response tokens out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from runtime.errors import UnavailableFeature
+from runtime.trainer.torch.attention import NAME
+from runtime.trainer.torch.head import chunked_logprobs
+from runtime.trainer.torch.layout import PackedRow
+
+
+class PackedScorer(nn.Module):
+    """A causal model and its output layer behind one ``forward``.
+
+    One module, because FSDP gathers parameters when the module that owns them runs: the output
+    layer and the embedding (often the same tensor) belong to this one.
+    """
+
+    def __init__(self, causal_lm: Any, *, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._temperature = temperature
+        self._chunk = chunk
+
+    def forward(self, row: PackedRow, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Score a packed row.
+
+        Returns:
+            float32 log-probs and entropies [R] of the row's response tokens, in its order.
+        """
+        hidden_1TD = self.causal_lm.base_model(
+            input_ids=row.token_T[None],
+            position_ids=row.position_T[None],
+            use_cache=False,
+            packed=row,
+        ).last_hidden_state
+        return chunked_logprobs(
+            hidden_1TD[0].index_select(0, row.source_R),
+            self.causal_lm.get_output_embeddings().weight,
+            row.target_R,
+            temperature=self._temperature,
+            chunk=self._chunk,
+            with_entropy=with_entropy,
+        )
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: units of sharding, compilation and recomputation."""
+        found = next(
+            (m for m in self.causal_lm.base_model.children() if isinstance(m, nn.ModuleList)), None
+        )
+        return [] if found is None else list(found)
+
+    def hf_names(self) -> list[tuple[str, nn.Parameter]]:
+        """HF name and parameter, in the model's order; tied weights once, under the first name."""
+        prefix = "causal_lm."
+        return [(name.removeprefix(prefix), p) for name, p in self.named_parameters()]
+
+
+def load_scorer(
+    model_path: str,
+    *,
+    temperature: float,
+    chunk: int,
+    activation_checkpointing: bool,
+    compile_layers: bool,
+) -> PackedScorer:
+    """Load an HF folder in fp32.
+
+    Raises:
+        UnavailableFeature: if the model is of a kind whose packed forward would be wrong here:
+            sliding windows, capped logits, a biased output layer, or an architecture that does not
+            route attention through transformers' interface.
+    """
+    config = AutoConfig.from_pretrained(model_path)
+    _require_supported(config)
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, config=config, dtype=torch.float32, attn_implementation=NAME
+        )
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UnavailableFeature("not available yet: an output layer with a bias")
+    scorer = PackedScorer(model.train(), temperature=temperature, chunk=chunk)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile_layers:
+        for layer in scorer.layers:
+            layer.compile()
+    return scorer
+
+
+def _require_supported(config: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    capped = [
+        name
+        for name in ("final_logit_softcapping", "attn_logit_softcapping")
+        if getattr(config, name, None)
+    ]
+    if kinds != {"full_attention"} or capped:
+        raise UnavailableFeature(
+            f"not available yet in the torch trainer: layers {sorted(kinds)}, {capped}"
+        )

@@ -1,0 +1,292 @@
+"""One update: a collection in, new weights out. The story is in ``Update.run``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.trainer import contracts, losses
+from runtime.trainer.flat import flatten
+from runtime.trainer.objective import Objective, TokenInputs, objective
+from runtime.trainer.packing import split_into_steps
+from runtime.trainer.protocol import TrainBatch
+from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch.layout import PackedRow
+from runtime.trainer.torch.optimizer import Optimizer, global_norm, learning_rate
+from runtime.trainer.torch.packer import Packer, flat_places, score
+from runtime.trainer.torch.scorer import PackedScorer
+from runtime.trainer.torch.weights import Weights
+
+# Legend: S sequences, R response tokens of the whole collection; N response tokens of one row.
+
+_SUMS = ("loss", "policy_loss", "kl_loss", "clipped", "active")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """What lives longer than an update."""
+
+    settings: TrainerSettings
+    weights: Weights
+    optimizer: Optimizer
+    packer: Packer
+    reference: PackedScorer | None
+
+
+class Update:
+    """One call of ``train_step``; used once."""
+
+    def __init__(self, machinery: Machinery, batch: TrainBatch, *, skipped_before: int) -> None:
+        self._m = machinery
+        self._loss = machinery.settings.loss
+        self._ranks = machinery.weights.ranks
+        self._batch = batch
+        self._flat = flatten(batch.sequences)
+        self.skipped_total = skipped_before
+        self._skipped_before = skipped_before
+        # Trainer's log-probs before its first step on the collection, where they are known.
+        self._train_R = torch.zeros(self._flat.num_tokens)
+        self._measured_R = np.zeros(self._flat.num_tokens, dtype=np.bool_)
+        self._is_scored_ahead = False
+        self._reference_R: Tensor | None = None
+        self._entropy_R = torch.zeros(self._flat.num_tokens)
+        self._sums: dict[str, float] = defaultdict(float)
+        self._norms: dict[str, list[float]] = defaultdict(list)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._values: dict[str, float] = {}
+
+    def run(self) -> dict[str, float]:
+        """Score what must be scored, make the optimizer steps, check the contracts, report.
+
+        Returns:
+            Flat metrics, all finite; what was not measured is absent.
+
+        Raises:
+            ContractViolation: before any weight is touched, when trainer and engine disagree; when
+                equal groups show a policy gradient; past the limit of skipped steps.
+        """
+        settings = self._m.settings
+        steps = split_into_steps(self._flat.group_S.tolist(), settings.updates_per_collection)
+        before = [part.clone() for part in self._m.weights.local_masters()]
+        try:
+            with self._timed("scoring"):
+                self._score_ahead(num_steps=len(steps))
+            for number, chosen in enumerate(steps):
+                self._one_step(chosen, is_first=number == 0)
+        finally:
+            self._m.weights.drop_gradients()
+        self._report(before, num_steps=len(steps))
+        return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def _score_ahead(self, *, num_steps: int) -> None:
+        """Old and reference log-probs, where the forward pass of training cannot give them.
+
+        With one optimizer step the old policy *is* the policy of that forward pass, so its
+        log-probs are the detached current ones: numerically the same, and one pass less.
+        """
+        packer, sequences, offset_S = self._m.packer, self._batch.sequences, self._flat.offset_S
+        if self._loss.old_policy == "recompute" and num_steps > 1:
+            self._train_R = score(self._m.weights.scorer, packer, sequences, offset_S)
+            self._measured_R[:] = True
+            self._is_scored_ahead = True
+        if self._m.reference is not None:
+            self._reference_R = score(self._m.reference, packer, sequences, offset_S)
+
+    def _one_step(self, chosen: list[int], *, is_first: bool) -> None:
+        policy_norm = self._policy_norm_alone(chosen)
+        with self._timed("forward_backward"):
+            record = is_first and not self._is_scored_ahead
+            for name, value in self._accumulate(chosen, record=record).items():
+                self._sums[name] += value
+        if is_first:
+            self._check_agreement()
+        with self._timed("optimizer"):
+            norm = self._m.optimizer.grad_norm()
+            if not self._loss.has_other_terms:
+                policy_norm = norm
+            if not self._expects_policy_gradient(chosen) and math.isfinite(policy_norm or 0.0):
+                contracts.require_no_policy_gradient(policy_norm, update=self._batch.update)
+            if self._m.optimizer.step(self._batch.update, norm):
+                self._norms["total_grad_norm"].append(norm)
+                if policy_norm is not None:
+                    self._norms["policy_grad_norm"].append(policy_norm)
+                return
+            self.skipped_total += 1
+            contracts.require_finite_steps(
+                self.skipped_total,
+                limit=self._m.settings.max_skipped_steps,
+                update=self._batch.update,
+            )
+
+    def _policy_norm_alone(self, chosen: list[int]) -> float | None:
+        """A backward pass of its own with the other terms at 0; None where it is not due."""
+        due = (self._batch.update - 1) % self._m.settings.policy_grad_norm_every == 0
+        if not self._loss.has_other_terms or not due:
+            return None
+        with self._timed("diagnostics"):
+            self._accumulate(chosen, policy_only=True)
+            norm = self._m.optimizer.grad_norm()
+            self._m.weights.drop_gradients()
+        return norm
+
+    def _expects_policy_gradient(self, chosen: list[int]) -> bool:
+        return self._loss.has_kl_in_advantage or not bool(self._flat.is_equal_S[chosen].all())
+
+    def _accumulate(
+        self, chosen: list[int], *, record: bool = False, policy_only: bool = False
+    ) -> dict[str, float]:
+        """Forward and backward over this rank's bins of one optimizer batch; sums over all ranks.
+
+        Gradients add up in the masters, already as the gradient of the whole batch.
+        """
+        weight_S = np.zeros(self._flat.num_sequences)
+        weight_S[chosen] = losses.token_weights(
+            self._loss.aggregation,
+            self._flat.active_per_sequence()[chosen],
+            max_response_tokens=self._loss.max_response_tokens,
+        )
+        total = torch.zeros(len(_SUMS), dtype=torch.float64)
+        for row, counts in self._m.packer.rows(self._batch.sequences, chosen):
+            result = self._run_row(row, weight_S * counts, counts and record, policy_only)
+            if counts:
+                parts = (
+                    result.loss,
+                    result.policy_loss,
+                    result.kl_loss,
+                    result.num_clipped,
+                    result.num_active,
+                )
+                total += torch.stack([part.detach().double().cpu() for part in parts])
+        if record:
+            self._train_R = self._ranks.add_up_on_cpu(self._train_R)
+            self._measured_R = np.isin(self._flat.seq_R, chosen)
+        return dict(zip(_SUMS, self._ranks.add_up_on_cpu(total).tolist(), strict=True))
+
+    def _run_row(
+        self, row: PackedRow, weight_S: NDArray[np.float64], record: bool, policy_only: bool
+    ) -> Objective:
+        with_entropy = self._loss.needs_entropy and not policy_only
+        logprob_N, entropy_N = self._m.weights.scorer(row, with_entropy=with_entropy)
+        at = flat_places(row, self._flat.offset_S)
+        result = objective(
+            self._loss,
+            logprob_T=logprob_N,
+            entropy_T=entropy_N,
+            inputs=self._inputs(row, at, weight_S),
+            policy_only=policy_only,
+        )
+        result.loss.backward()
+        if record:
+            self._train_R[at] = logprob_N.detach().cpu()
+        if with_entropy and weight_S.any():
+            self._entropy_R[at] = entropy_N.detach().cpu()
+        return result
+
+    def _inputs(
+        self, row: PackedRow, at: NDArray[np.int64], weight_S: NDArray[np.float64]
+    ) -> TokenInputs:
+        device = self._ranks.device
+        flat = self._flat
+        seq_N = flat.seq_R[at]
+        behaviour_N = torch.from_numpy(flat.behaviour_R[at]).to(device)
+        train_N = self._train_R[at].to(device) if self._is_scored_ahead else None
+        return TokenInputs(
+            segments=losses.Segments(
+                active_T=torch.from_numpy(flat.active_R[at]).to(device),
+                seq_T=row.seq_R,
+                num_sequences=row.num_sequences,
+            ),
+            weight_T=torch.from_numpy(weight_S[seq_N].astype(np.float32)).to(device),
+            advantage_T=torch.from_numpy(flat.advantage_S[seq_N]).to(device),
+            behaviour_T=behaviour_N,
+            old_T=behaviour_N if self._loss.old_policy == "behaviour" else train_N,
+            train_T=train_N,
+            reference_T=None if self._reference_R is None else self._reference_R[at].to(device),
+        )
+
+    def _check_agreement(self) -> None:
+        figures = contracts.policy_agreement(
+            self._flat,
+            self._train_R.numpy(),
+            self._measured_R,
+            current_update=self._batch.update - 1,
+        )
+        self._values.update(figures)
+        contracts.require_agreement(
+            figures, limit=self._m.settings.max_mean_logprob_gap, update=self._batch.update
+        )
+
+    def _report(self, before: list[Tensor], *, num_steps: int) -> None:
+        flat, values = self._flat, self._values
+        mixed, equal = flat.num_groups()
+        expected = self._expects_policy_gradient(list(range(flat.num_sequences)))
+        active = max(self._sums["active"], 1.0)
+        values.update(
+            {name: self._sums[name] / num_steps for name in ("loss", "policy_loss")},
+            ratio_clip_share=self._sums["clipped"] / active,
+            tokens=self._sums["active"],
+            sequences=float(flat.num_sequences),
+            mixed_groups=float(mixed),
+            equal_groups=float(equal),
+            policy_gradient_expected=float(expected),
+            optimizer_steps=float(len(self._norms["total_grad_norm"])),
+            skipped_steps=float(self.skipped_total - self._skipped_before),
+            skipped_steps_total=float(self.skipped_total),
+            lr=learning_rate(self._m.settings.optimizer, self._batch.update),
+        )
+        values.update({name: sum(n) / len(n) for name, n in self._norms.items() if n})
+        if self._reference_R is not None:
+            values["kl_loss"] = self._sums["kl_loss"] / num_steps
+        if self._loss.needs_entropy:
+            entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)
+            values["entropy"] = entropy_R[torch.from_numpy(flat.active_R)].double().mean().item()
+        self._report_mismatch()
+        after = self._m.weights.local_masters()
+        change = [old.sub_(new) for old, new in zip(before, after, strict=True)]
+        values["parameter_change_norm"] = global_norm(change, self._ranks)
+        values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
+
+    def _report_mismatch(self) -> None:
+        """Trainer against engine over all measured tokens, policy age included."""
+        flat = self._flat
+        known_R = torch.from_numpy(flat.active_R & self._measured_R)
+        behaviour_R = torch.from_numpy(flat.behaviour_R)
+        tis = losses.importance_weights(
+            self._loss,
+            losses.Segments(
+                active_T=known_R,
+                seq_T=torch.from_numpy(flat.seq_R),
+                num_sequences=flat.num_sequences,
+            ),
+            train_T=self._train_R,
+            behaviour_T=behaviour_R,
+        )
+        if known_R.any():
+            self._values["kl_train_behaviour"] = losses.kl_train_behaviour(
+                self._train_R, behaviour_R, known_R
+            )
+            self._values["tis/ess"] = losses.effective_sample_share(tis.raw_T, known_R)
+            if self._loss.tis:
+                self._values["tis/clip_share"] = tis.outside_T[known_R].double().mean().item()
+        self._values.update(
+            contracts.refresh_scores(
+                flat, self._train_R.numpy(), tis.outside_T.numpy(), self._measured_R
+            )
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Generator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started

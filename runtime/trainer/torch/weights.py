@@ -1,0 +1,140 @@
+"""The weights of one rank: what the forward pass reads, what the optimizer changes, what leaves.
+
+Three cases, one interface. fp32 alone: the model's parameters are the masters. bf16 alone: the
+model holds bf16, masters are fp32 beside it, and gradients are added to the masters as soon as a
+layer's backward is done, so accumulation is in fp32. More ranks: FSDP2 keeps fp32 shards and casts
+when it gathers; the shards are the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from runtime.engines.protocol import TensorSpec
+from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.scorer import PackedScorer
+
+
+class Weights:
+    """Parameters of a scorer and their fp32 masters, by HF name."""
+
+    def __init__(self, scorer: PackedScorer, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.scorer = scorer
+        self.ranks = ranks
+        self.dtype = dtype
+        self._separate = dtype != torch.float32 and ranks.size == 1
+        scorer.to(ranks.device)
+        if ranks.size > 1:
+            _shard(scorer, ranks, dtype)
+        self.names = [name for name, _ in scorer.hf_names()]
+        self.params = [p for _, p in scorer.hf_names()]
+        self.masters = self._make_masters()
+
+    @staticmethod
+    def frozen(scorer: PackedScorer, ranks: Ranks, dtype: torch.dtype) -> PackedScorer:
+        """Place a model that is only scored: sharded and rounded as if it were trained."""
+        scorer.to(ranks.device)
+        if ranks.size > 1:
+            _shard(scorer, ranks, dtype)
+        else:
+            for param in scorer.parameters():
+                param.data = param.data.to(dtype)
+        return scorer
+
+    def _make_masters(self) -> list[nn.Parameter]:
+        if not self._separate:
+            return self.params
+        masters = [nn.Parameter(p.detach().clone()) for p in self.params]
+        for param, master in zip(self.params, masters, strict=True):
+            param.data = param.data.to(self.dtype)
+            param.register_post_accumulate_grad_hook(_moves_gradient_to(master))
+        return masters
+
+    def masters_changed(self) -> None:
+        """Bring the forward pass up to date after the masters were written."""
+        if self._separate:
+            with torch.no_grad():
+                for param, master in zip(self.params, self.masters, strict=True):
+                    param.copy_(master)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self.params, *self.masters):
+            tensor.grad = None
+
+    def local_masters(self) -> list[Tensor]:
+        """This rank's part of each master; a view, so writing to it writes the weight."""
+        return [local(master.detach()) for master in self.masters]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of each gradient that exists."""
+        return [local(master.grad) for master in self.masters if master.grad is not None]
+
+    def row_slices(self) -> list[tuple[tuple[int, ...], int]]:
+        """Global shape, and first row of this rank's part, per weight."""
+        return [_global_shape_and_start(master, self.ranks) for master in self.masters]
+
+    def specs(self) -> list[TensorSpec]:
+        """What ``full_tensors`` yields: HF names, dtype of the forward pass, shapes."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [
+            TensorSpec(name=name, dtype=dtype, shape=tuple(master.shape))
+            for name, master in zip(self.names, self.masters, strict=True)
+        ]
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights one by one, rounded to the dtype of the forward pass; collective."""
+        for name, master in zip(self.names, self.masters, strict=True):
+            value = master.detach()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            yield name, whole.to(self.dtype)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without copying."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(scorer: PackedScorer, ranks: Ranks, dtype: torch.dtype) -> None:
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for module in (*scorer.layers, scorer):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Loss weights are those of the whole optimizer batch: gradients add up, never averaged.
+        sharded.set_gradient_divide_factor(1.0)
+        # gloo knows no scaled sum.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _moves_gradient_to(master: nn.Parameter) -> Any:
+    def move(param: Tensor) -> None:
+        gradient = param.grad
+        param.grad = None
+        if gradient is None:
+            return
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad.add_(gradient)
+
+    return move
+
+
+def _global_shape_and_start(tensor: Tensor, ranks: Ranks) -> tuple[tuple[int, ...], int]:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return shape, 0
+    # Shard(0) as torch.chunk divides: equal chunks, the last ones shorter or empty.
+    chunk = -(-shape[0] // ranks.size)
+    return shape, min(chunk * ranks.rank, shape[0])
