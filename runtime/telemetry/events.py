@@ -82,10 +82,7 @@ class Event(StrEnum):
     STAGE_STARTED = "stage.started", "A timed stage of the loop began."
     STAGE_FINISHED = "stage.finished", "It ended; the row is in driver_timing.jsonl."
     STAGE_FAILED = "stage.failed", "It raised; the error follows from whoever called it."
-    WAIT_PROLONGED = (
-        "wait.prolonged",
-        "A wait nears its deadline; waiting_for says what is missing.",
-    )
+    WAIT_SLOW = "wait.slow", "A wait takes long; it says for what, and until when."
     WAIT_EXPIRED = "wait.expired", "A deadline passed; waiting_for says what never came."
     CONTROL_RECEIVED = "control.received", "A control file was seen: stop, stop-final or retry."
 
@@ -107,6 +104,7 @@ class Event(StrEnum):
     ROLLOUT_EXHAUSTED = "rollout.exhausted", "No prompt is remaining or pending: end of data."
     ADMISSION_PAUSED = "admission.paused", "The gate is shut for training calls."
     ADMISSION_RESUMED = "admission.resumed", "The gate is open; what waited kept its place."
+    PRODUCER_FAILED = "producer.failed", "The producer ended for good; the session ends with it."
     REQUEST_FAILED = (
         "request.failed",
         "A generation request failed; its class decides what follows.",
@@ -121,10 +119,18 @@ class Event(StrEnum):
     ENGINE_SUSPECTED = "engine.suspected", "A health probe was missed."
     ENGINE_RECOVERED = "engine.recovered", "A suspected engine answered again."
     ENGINE_DIED = "engine.died", "The engine is gone; its groups are requeued."
+    ENGINE_DECODER_FAILED = "engine.decoder_failed", "The embedded decoder raised; the engine ends."
     ENGINE_RESTARTED = "engine.restarted", "A slot has a new incarnation."
     ENGINE_RETIRED = "engine.retired", "A slot used up its restarts, or the run is ending."
     PUBLICATION_STARTED = "publication.started", "Weights of the named policy go to the engines."
     PUBLICATION_COMMITTED = "publication.committed", "At least one engine was verified at it."
+    PUBLICATION_STAGE_STARTED = "publication.stage_started", "Diagnostics: a step of a publication."
+    PUBLICATION_STAGE_FINISHED = "publication.stage_finished", "Diagnostics: that step ended."
+    PUBLICATION_STAGE_FAILED = "publication.stage_failed", "Diagnostics: that step raised."
+    PUBLICATION_RECORD_DROPPED = (
+        "publication.record_dropped",
+        "A decision record could not be written; the publication itself stands.",
+    )
     PUBLICATION_FAILED = "publication.failed", "No engine was verified; the old policy stays."
     GENERATION_PAUSED = "generation.paused", "Engines stopped decoding for a swap."
     GENERATION_RESUMED = "generation.resumed", "Engines decode again."
@@ -152,6 +158,7 @@ class Event(StrEnum):
         "checkpoint.refused",
         "A commit's files are damaged; an older one is tried.",
     )
+    CHECKPOINT_LEFTOVER = "checkpoint.leftover", "A folder could not be deleted; it is harmless."
     CHECKPOINT_DELETED = "checkpoint.deleted", "Retention removed a checkpoint."
     EVALUATION_REQUESTED = "evaluation.requested", "A request file was written."
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
@@ -176,6 +183,8 @@ class Event(StrEnum):
     # Telemetry about itself
     ROWS_DROPPED = "rows.dropped", "The disk takes no rows of this file; they are counted."
     ROWS_RESUMED = "rows.resumed", "It takes them again; num_dropped are missing."
+    ERRORS_SERIES_FAILED = "errors_series.failed", "A row of errors/* could not be recorded."
+    ERRORS_ROW_FAILED = "errors_row.failed", "A row of rollout_errors.jsonl was not recorded."
     OCCUPANCY_MISSED = (
         "occupancy.missed",
         "A sample could not be taken: missing coverage, not zero.",

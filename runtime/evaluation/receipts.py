@@ -1,0 +1,365 @@
+"""What became of an evaluation: files with one writer each, and the receipt derived from them.
+
+``evaluations/<policy>/<set>/request.json`` is the session's; ``tries/<k>/submission.json`` the
+claim of whoever submits try k, written *before* the call, so that two flows submit once;
+``tries/<k>/started.json`` and ``tries/<k>/result.json`` are the job's. All are created exclusively:
+the first writer wins, nobody edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from runtime.errors import ManifestConflict, PartialWrite
+from runtime.evaluation.sets import Kind
+from runtime.policy import PolicyId
+from runtime.rundir import atomic
+
+State = Literal["requested", "submitted", "running", "succeeded", "failed", "skipped"]
+SkipReason = Literal[
+    "busy", "export_failed", "snapshot_missing", "crashed", "engine_unhealthy", "superseded"
+]
+RESUBMITTED: frozenset[str] = frozenset({"export_failed", "crashed", "engine_unhealthy"})
+"""Reasons after which a further try makes sense; the others stay as they are."""
+MAX_RESUBMISSIONS = 3
+FIRST_DELAY_S = 600.0
+"""Before the first resubmission; doubles with each."""
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    time: float
+    """Seconds since the Unix epoch by the writer's clock."""
+
+
+class Snapshot(BaseModel):
+    """The weights a background evaluation reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    digest: str
+    lease: str | None = None
+    """Pins the snapshot until the evaluation ended."""
+
+
+class Request(_Stored):
+    """What is asked for."""
+
+    run: str
+    policy: str
+    set: str
+    kind: Kind
+    required: bool
+    mode: Literal["shared", "background"]
+    attempt: int
+    epoch: int
+    snapshot: Snapshot | None = None
+    """None for a shared evaluation: the engines hold the weights."""
+    set_digest: str
+    sampling: dict[str, JsonValue]
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Names this evaluation everywhere."""
+        return f"{self.run}/{self.policy}/{self.set}"
+
+
+class Submission(_Stored):
+    """The claim of one try."""
+
+    key: str
+    """Of this try; also Prefect's idempotency key."""
+    by: str
+    """Who submits: session, flow, resubmission, a person."""
+
+
+class Started(_Stored):
+    """The job runs."""
+
+    host: str
+    pid: int
+    flow_run: str | None = None
+    job: str | None = None
+
+
+class TryError(BaseModel):
+    """Why a try failed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    error_class: str
+    fingerprint: str
+    message: str
+    counts: dict[str, int] = Field(default_factory=dict)
+    """Items done, failed, untried, and failures by error class."""
+    is_exempt: bool = False
+    """Preempted, interrupted, cancelled or a serving error: never counted as deterministic."""
+
+
+class Result(_Stored):
+    """How a try ended."""
+
+    state: Literal["succeeded", "failed", "skipped"]
+    reason: SkipReason | None = None
+    error: TryError | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    items: str | None = None
+    """The items file, relative to the output root."""
+    items_sha256: str | None = None
+    trainer_update: int | None = None
+    """The trainer's update when this was written, where the writer knew it."""
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if (self.state == "skipped") != (self.reason is not None):
+            raise ValueError(f"{self.state} with reason {self.reason}")
+        if self.state == "failed" and self.error is None:
+            raise ValueError("failed without an error")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """The files of one try; a skip before any submission has a result alone."""
+
+    number: int
+    submission: Submission | None
+    started: Started | None
+    result: Result | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReceipt:
+    """Where one evaluation stands."""
+
+    request: Request
+    update: int
+    state: State
+    reason: SkipReason | None
+    stands: bool
+    """Its update belongs to history; a result of a superseded policy is kept and says so."""
+    tries: tuple[Try, ...]
+    next_try_at: float | None
+    """When a resubmission may follow (wall seconds); None: not by itself."""
+    times: dict[State, float]
+    """When each state was reached, by its writer's clock."""
+    error: TryError | None
+    result: Result | None
+    lag_updates: int | None
+    lag_s: float | None
+
+    @property
+    def key(self) -> str:
+        """The evaluation's key."""
+        return self.request.key
+
+
+def write_request(folder: Path, request: Request) -> Request:
+    """Ask for an evaluation; asking again for the same thing returns the first request.
+
+    Raises:
+        ManifestConflict: if something else was asked for under this policy and set.
+    """
+    standing = _create(folder / "request.json", request)
+    if standing.model_copy(update=_incidental(request)) != request:
+        raise ManifestConflict(
+            f"evaluation {request.key} was requested before, otherwise: its set digest is "
+            f"{standing.set_digest[:12]}, now {request.set_digest[:12]}",
+            key=request.key,
+        )
+    return standing
+
+
+def claim_try(folder: Path, *, by: str, time: float) -> tuple[int, Submission] | None:
+    """Claim the next try, before submitting it.
+
+    Returns:
+        Its number (from 0) and claim; None where another submitter was first.
+
+    Raises:
+        FileNotFoundError: if nothing was requested here.
+    """
+    request = _read(folder / "request.json", Request)
+    if request is None:
+        raise FileNotFoundError(f"no request in {folder}")
+    number = len(_tries(folder))
+    claim = Submission(time=time, key=f"{request.key}#{number}", by=by)
+    path = folder / "tries" / str(number) / "submission.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        atomic.write_new(path, _encode(claim))
+    except FileExistsError:
+        return None
+    return number, claim
+
+
+def start_try(folder: Path, number: int, started: Started) -> Started:
+    """Say that try ``number`` runs; returns the standing record (the first one's)."""
+    return _create(folder / "tries" / str(number) / "started.json", started)
+
+
+def finish_try(folder: Path, number: int, result: Result) -> Result:
+    """Say how try ``number`` ended; returns the standing record (the first one's)."""
+    return _create(folder / "tries" / str(number) / "result.json", result)
+
+
+def skip(folder: Path, reason: SkipReason, *, time: float) -> Result:
+    """Say that the newest try, or the request itself, came to nothing."""
+    tries = _tries(folder)
+    open_ = tries[-1].number if tries and tries[-1].result is None else len(tries)
+    return finish_try(folder, open_, Result(time=time, state="skipped", reason=reason))
+
+
+def derive(
+    folder: Path, *, stands: bool, is_alive: Callable[[Try], bool | None] | None = None
+) -> EvaluationReceipt | None:
+    """The receipt of one evaluation; None where nothing was requested.
+
+    Args:
+        folder: ``evaluations/<policy>/<set>``.
+        stands: whether the chain keeps its policy (``history.is_standing``).
+        is_alive: whether the job of an open try still exists; None where that cannot be known.
+
+    Raises:
+        PartialWrite: if one of its files is damaged.
+    """
+    request = _read(folder / "request.json", Request)
+    if request is None:
+        return None
+    tries = _tries(folder)
+    state, reason = _state(tries, stands, is_alive)
+    ended = next((t.result for t in tries if t.result and t.result.state == "succeeded"), None)
+    last = ended or (tries[-1].result if tries else None)
+    update = PolicyId.parse(request.policy).update
+    at = None if last is None else last.trainer_update
+    return EvaluationReceipt(
+        request=request,
+        update=update,
+        state=state,
+        reason=reason,
+        stands=stands,
+        tries=tries,
+        next_try_at=next_try_at(tries, state, reason),
+        times=_times(request, tries),
+        error=last.error if last else None,
+        result=ended,
+        lag_updates=None if ended is None or at is None else max(0, at - update),
+        lag_s=None if ended is None else max(0.0, ended.time - request.time),
+    )
+
+
+def next_try_at(tries: tuple[Try, ...], state: State, reason: SkipReason | None) -> float | None:
+    """When the next try may follow by itself; None: never.
+
+    The n-th resubmission (from 0) comes 10 min x 2**n after the last end; at most three; not after
+    the same fingerprint twice, unless those errors are exempt.
+    """
+    if state not in ("failed", "skipped") or (state == "skipped" and reason not in RESUBMITTED):
+        return None
+    used = max(0, len(tries) - 1)
+    if used >= MAX_RESUBMISSIONS:
+        return None
+    prints = [
+        t.result.error.fingerprint
+        for t in tries
+        if t.result and t.result.error and not t.result.error.is_exempt
+    ]
+    if len(prints) != len(set(prints)):
+        return None
+    moments = [r.time for t in tries for r in (t.submission, t.started, t.result) if r]
+    return max(moments) + FIRST_DELAY_S * 2**used if moments else None
+
+
+def _state(
+    tries: tuple[Try, ...], stands: bool, is_alive: Callable[[Try], bool | None] | None
+) -> tuple[State, SkipReason | None]:
+    if any(t.result and t.result.state == "succeeded" for t in tries):
+        return "succeeded", None
+    if not stands:
+        return "skipped", "superseded"
+    if not tries:
+        return "requested", None
+    newest = tries[-1]
+    if newest.result is not None:
+        return newest.result.state, newest.result.reason
+    if is_alive is not None and is_alive(newest) is False:
+        return "skipped", "crashed"
+    return ("running" if newest.started else "submitted"), None
+
+
+def _times(request: Request, tries: tuple[Try, ...]) -> dict[State, float]:
+    times: dict[State, float] = {"requested": request.time}
+    for t in tries:
+        if t.submission:
+            times["submitted"] = t.submission.time
+        if t.started:
+            times["running"] = t.started.time
+        if t.result:
+            times[t.result.state] = t.result.time
+    return times
+
+
+def _tries(folder: Path) -> tuple[Try, ...]:
+    found: list[Try] = []
+    while (place := folder / "tries" / str(len(found))).is_dir():
+        one = Try(
+            number=len(found),
+            submission=_read(place / "submission.json", Submission),
+            started=_read(place / "started.json", Started),
+            result=_read(place / "result.json", Result),
+        )
+        if one.submission is None and one.started is None and one.result is None:
+            break  # the folder of a claim that was never made
+        found.append(one)
+    return tuple(found)
+
+
+_S = TypeVar("_S", bound=_Stored)
+
+
+def _create(path: Path, record: _S) -> _S:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        atomic.write_new(path, _encode(record))
+    except FileExistsError:
+        standing = _read(path, type(record))
+        if standing is None:
+            raise
+        return standing
+    return record
+
+
+def _read(path: Path, model: type[_S]) -> _S | None:
+    data = atomic.read_bytes(path)
+    if data is None:
+        return None
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise PartialWrite(
+            f"{path} is damaged ({error.error_count()} problems): move it aside and ask again",
+            path=str(path),
+        ) from error
+
+
+def _encode(record: BaseModel) -> bytes:
+    return record.model_dump_json(indent=1).encode() + b"\n"
+
+
+def _incidental(request: Request) -> dict[str, object]:
+    # Asking again happens at another time, in another attempt, from another snapshot's path.
+    return {
+        "time": request.time,
+        "attempt": request.attempt,
+        "epoch": request.epoch,
+        "snapshot": request.snapshot,
+    }
