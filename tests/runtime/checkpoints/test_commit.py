@@ -267,7 +267,7 @@ def test_kill_at_every_file_operation_leaves_the_newest_told_commit_restorable(q
         timeout=50,
     )
     rows = json.loads(done.stdout.splitlines()[-1])  # logs come first
-    assert len(rows) > 50
+    assert len(rows) > 40
     assert [r["killed"] for r in rows] == [True] * (len(rows) - 1) + [False]
     for row in rows:
         told = max(row["told"], default=None)
@@ -276,4 +276,4 @@ def test_kill_at_every_file_operation_leaves_the_newest_told_commit_restorable(q
         assert row["damaged"] == 0
         assert row["gap"] is None
         assert row["segments"] == (0 if row["update"] is None else row["update"] + 1)
-    assert rows[-1]["update"] == 2
+    assert rows[-1]["update"] == 1
