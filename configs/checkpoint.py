@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.section import Seconds, Section
+from configs.section import PositiveSeconds, Section
 
 
 class Checkpoint(Section):
@@ -12,7 +12,7 @@ class Checkpoint(Section):
 
     every_updates: int = Field(default=50, ge=1)
     """Updates between commits."""
-    every_seconds: Seconds | None = None
+    every_seconds: PositiveSeconds | None = None
     """Also commit when the last one is this old; absent: by updates only."""
     keep: int = Field(default=2, ge=1)
     """Newest commits that stay on disk, beside the pinned ones."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from configs.loss import LOSSES, Aggregation, LossName, LossRow
 from configs.model import DType
-from configs.section import RunPath, Seconds, Section
+from configs.section import PositiveSeconds, RunPath, Seconds, Section
 
 AttentionBackend = Literal["auto", "flash_4", "flash_3", "flash_2", "sdpa"]
 PublicationMode = Literal["refresh", "drain", "rolling"]
@@ -47,7 +47,7 @@ class Core(Section):
     """Recompute layers in the backward pass instead of keeping their activations."""
     compile: bool = False
     """Compile the layers with torch.compile."""
-    distributed_timeout: Seconds = 600.0
+    distributed_timeout: PositiveSeconds = 600.0
     """Limit of a trainer collective; never stretched by the infrastructure multiplier."""
 
     # Loss.
@@ -138,7 +138,7 @@ class Core(Section):
     engine."""
     publication_transport: PublicationTransport = "auto"
     """How weights travel; `auto` is settled in the plan and never switched later."""
-    p2p_transfer_timeout: Seconds = 30.0
+    p2p_transfer_timeout: PositiveSeconds = 30.0
     """Further wait for p2p writes still in flight after the transport's own limit."""
 
     # Bounds.

@@ -16,7 +16,7 @@ from configs.positions import key_lines
 from configs.problems import Problem, nearest_name
 from configs.rules import Finding
 from configs.run import RunSpec
-from configs.section import Section
+from configs.section import Section, nested_section
 
 Loc = tuple[str, ...]
 
@@ -176,7 +176,7 @@ def section_class(table: Loc) -> type[Section] | None:
     rest = table
     while rest:
         field = _field(section, rest[0])
-        inner = _section_in(field.annotation) if field is not None else None
+        inner = nested_section(field.annotation) if field is not None else None
         if inner is None:
             return None
         # [evaluation.sets.NAME]: the name is the user's.
@@ -189,13 +189,6 @@ def _field(section: type[Section], name: str) -> FieldInfo | None:
     name = section.aliases.get(name, name)
     fields = section.model_fields
     return fields.get(name) or next((f for f in fields.values() if f.alias == name), None)
-
-
-def _section_in(annotation: object) -> type[Section] | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    found = (_section_in(argument) for argument in get_args(annotation))
-    return next((inner for inner in found if inner is not None), None)
 
 
 def _choices(loc: Loc) -> list[str]:
@@ -215,8 +208,13 @@ def _literals(annotation: object) -> list[object]:
 
 def _describe(loc: Loc) -> str | None:
     section = section_class(loc[:-1])
-    field = _field(section, loc[-1]) if section is not None else None
-    return field.description if field is not None else None
+    if section is None:
+        return None
+    # Reads source: only for a file with problems.
+    from configs.reference import field_docs
+
+    names = {field.alias or name: name for name, field in section.model_fields.items()}
+    return field_docs(section).get(names.get(loc[-1], ""))
 
 
 def without_broken_fields(error: ValidationError, raw: dict[str, Any]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.section import RunPath, Seconds, Section
+from configs.section import PositiveSeconds, RunPath, Section
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
@@ -49,7 +49,7 @@ class Evaluation(Section):
     """Evaluate the actual last update when the run ends."""
     overflow: Literal["wait", "skip"] = "wait"
     """What a third background evaluation in flight does."""
-    deadline: Seconds = 3600.0
+    deadline: PositiveSeconds = 3600.0
     """Total limit of one shared evaluation with its retries."""
     sets: dict[SetName, EvaluationSet] = Field(default={})
     """The sets, by name."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from configs.names import ENV_NAME, has_token_prefix, is_owned, looks_like_token
-from configs.section import Bytes, Seconds, Section, Texts, parse_duration, refuse
+from configs.section import Bytes, PositiveSeconds, Seconds, Section, Texts, parse_duration, refuse
 
 _SECRET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _IMMUTABLE_IMAGE = re.compile(r"\S+@sha256:[0-9a-f]{64}|sha256:[0-9a-f]{64}|[0-9A-HJKMNP-TV-Z]{26}")
@@ -20,6 +20,10 @@ Backend = Literal["local", "ray", "kuberay", "beaker"]
 def _min_runtime(value: object) -> object:
     # Absent, 0, "0", "0s" and "" all mean the same: no protection was asked for.
     return 0.0 if value == "" else parse_duration(value)
+
+
+MinRuntime = Annotated[float, BeforeValidator(_min_runtime)]
+"""A duration, for which nothing at all is a spelling of 0."""
 
 
 class Launch(Section):
@@ -47,11 +51,11 @@ class Launch(Section):
     """Host memory of a replica, such as "256 GiB"; sets no GPU pool of an engine."""
     shared_memory: Bytes | None = None
     """Shared memory of a replica."""
-    min_runtime: Annotated[float, BeforeValidator(_min_runtime)] = 0.0
+    min_runtime: MinRuntime = 0.0
     """Protected, allocated scheduling for so long. Absent, 0, "0s" and "" mean none."""
     timeout: Seconds = 0.0
     """The scheduler ends the job after this; 0: no limit of ours."""
-    synchronized_start_timeout: Seconds = 3600.0
+    synchronized_start_timeout: PositiveSeconds = 3600.0
     """Replicas of a group must all have started within this; bounds nothing else."""
     auto_resume: Literal["off", "milepost", "scheduler"] = "off"
     """Who submits again after a preemption or interruption."""

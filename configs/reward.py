@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.section import RunPath, Scalar, Seconds, Section
+from configs.section import PositiveSeconds, RunPath, Scalar, Section
 
 
 class CodeReward(Section):
@@ -12,7 +12,7 @@ class CodeReward(Section):
 
     url: str
     """Address of the service."""
-    time_limit: Seconds = 10.0
+    time_limit: PositiveSeconds = 10.0
     """Limit of one test run inside the service."""
     concurrency: int = Field(default=32, ge=1)
     """Requests to the service at the same time."""
@@ -51,7 +51,7 @@ class Reward(Section):
     """An import-path verifier takes a whole group at once."""
     url: str | None = None
     """Address of the `http` verifier."""
-    time_limit: Seconds = 10.0
+    time_limit: PositiveSeconds = 10.0
     """Limit of one verification; past it the worker is killed and the response tried once more."""
     workers: int = Field(default=2, ge=1, le=256)
     """Verifier processes."""

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field
 from configs.section import (
     IMPORT_PATH,
     ImportPath,
+    PositiveSeconds,
     RunPath,
     Scalar,
-    Seconds,
     Section,
     Texts,
     refuse,
@@ -63,13 +63,13 @@ class Rollout(Section):
     """Dynamic sampling: `equal_rewards` rejects groups without a gradient; or `module:name`."""
     filter_max_rounds: int = Field(default=10, ge=1)
     """Collections' worth of groups a filter may reject in a row before the run fails."""
-    waiting_deadline: Seconds = 600.0
+    waiting_deadline: PositiveSeconds = 600.0
     """Longest wait of a request before an engine starts it."""
-    running_deadline: Seconds = 1800.0
+    running_deadline: PositiveSeconds = 1800.0
     """Longest generation of a request once started."""
-    drain_deadline: Seconds = 600.0
+    drain_deadline: PositiveSeconds = 600.0
     """Longest wait for admitted calls when admission closes; stragglers are requeued."""
-    engine_watchdog_timeout: Seconds = 300.0
+    engine_watchdog_timeout: PositiveSeconds = 300.0
     """The watchdog inside the engine; never stretched by the infrastructure multiplier."""
     function: ImportPath | None = None
     """Multi-turn rollout function as `module:name`; absent: one answer to one prompt."""

@@ -6,12 +6,13 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainValidator,
     ValidationInfo,
     model_validator,
@@ -27,14 +28,16 @@ _SIZE_FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class Section(BaseModel):
-    """A table of the run file: frozen, strict about types, closed to unknown keys."""
+    """A table of the run file: frozen, strict about types, closed to unknown keys.
+
+    The string under a field documents it; `configs.reference` collects them.
+    """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
 
     aliases: ClassVar[dict[str, str]] = {}
@@ -58,6 +61,14 @@ class Section(BaseModel):
                 )
             table[name] = value
         return table
+
+
+def nested_section(annotation: object) -> type[Section] | None:
+    """The section a field holds: itself, optional, or as the values of a table; otherwise None."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    found = (nested_section(argument) for argument in get_args(annotation))
+    return next((inner for inner in found if inner is not None), None)
 
 
 def refuse(message: str, *, allowed: str | None = None) -> PydanticCustomError:
@@ -162,6 +173,9 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 """A duration: float seconds, never negative."""
+
+PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+"""A duration above 0."""
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: bytes, positive."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.section import Seconds, Section
+from configs.section import PositiveSeconds, Seconds, Section
 
 
 class Session(Section):
@@ -21,9 +21,9 @@ class Health(Section):
 
     enabled: bool = True
     """Probe engines and restart dead ones."""
-    interval: Seconds = 10.0
+    interval: PositiveSeconds = 10.0
     """Between probes of one engine."""
-    timeout: Seconds = 10.0
+    timeout: PositiveSeconds = 10.0
     """Limit of one probe."""
     misses: int = Field(default=3, ge=1)
     """Probes missed in a row before an engine is dead."""

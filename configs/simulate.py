@@ -151,14 +151,16 @@ class _Queue:
         self._cancel_old()
 
     def _cancel_old(self) -> None:
-        """A group under way that the new policy makes too old starts again, under that policy."""
+        """A group that the new policy makes too old starts again, under that policy."""
         oldest = self.update - self.max_staleness
         kept = [each for each in self.running if each[1] >= oldest]
         fresh = [each for each in self.waiting if each >= oldest]
-        cancelled = len(self.running) - len(kept) + len(self.waiting) - len(fresh)
+        young = [each for each in self.buffer if each >= oldest]
+        cancelled = len(self.running) + len(self.waiting) + len(self.buffer)
+        cancelled -= len(kept) + len(fresh) + len(young)
         self.regenerated += cancelled
         heapq.heapify(kept)
-        self.running = kept
+        self.running, self.buffer = kept, young
         self.waiting = deque([self.update] * cancelled + fresh)
         self._start_waiting()
 
