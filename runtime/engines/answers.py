@@ -1,0 +1,148 @@
+"""What an engine's answer means: a pure function from status, body and finish reason to an error.
+
+The pinned engines' contract decides, not the status alone: an abort may come as HTTP 200, and 503
+also means broken configuration. What is not recognised is fatal. docs/engine-contract.md holds the
+bodies this was written from; the tests run every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, cast
+
+from runtime.errors import (
+    ContractViolation,
+    EngineRefused,
+    GenerationTimeout,
+    OverloadError,
+    RunError,
+    TransportError,
+    UnavailableError,
+)
+
+Call = Literal["generate", "control"]
+
+MAX_TEXT = 500
+"""Characters of a foreign body that are kept in an error."""
+
+_BY_MESSAGE: dict[str, type[RunError]] = {
+    "The request queue is full.": OverloadError,
+    "The request is aborted by a higher priority request.": OverloadError,
+    "Request waiting timeout reached.": GenerationTimeout,
+    "Request running timeout reached.": GenerationTimeout,
+}
+"""503s of the engine itself, by their whole message."""
+
+_BY_CODE: dict[str, type[RunError]] = {
+    "no_healthy_workers": UnavailableError,
+    "no_available_workers": UnavailableError,
+    "queue_full": OverloadError,
+    "deadline_waiting": GenerationTimeout,
+    "deadline_running": GenerationTimeout,
+    "worker_connection_lost": TransportError,
+}
+"""503s of a router, by the class in their body."""
+
+_ROUTER_TEXTS: dict[str, type[RunError]] = {
+    "No available workers (all circuits open or unhealthy)": UnavailableError,
+}
+"""503s of sglang-router, by their plain text."""
+
+_ORDINARY_ABORTS = ("Aborted", "Abort in waiting queue")
+"""Aborts that we, or a pause, asked for: partial output, no error."""
+
+
+def classify(
+    status: int,
+    body: object,
+    finish_reason: Mapping[str, object] | None = None,
+    *,
+    call: Call = "generate",
+) -> RunError | None:
+    """Read one answer.
+
+    Args:
+        status: HTTP status.
+        body: parsed JSON, or the text where the body is none.
+        finish_reason: of one sample, for answers of ``/generate`` that carry samples.
+        call: control calls are refused with EngineRefused, also by 200 and ``success: false``.
+
+    Returns:
+        The error this answer stands for, or None where it is a success. Errors of class
+        TransportError, OverloadError, UnavailableError and GenerationTimeout may be retried by the
+        group; everything else is fatal for the call, a bare 503 among them.
+    """
+    if call == "control":
+        return _control(status, body)
+    if status == 200:
+        return None if finish_reason is None else _finish(finish_reason)
+    detail = {"status": status, "body": text_of(body)}
+    if status == 429:
+        return OverloadError(f"engine answered 429: {text_of(body)}", **detail)
+    if status == 503:
+        known = _known_503(body)
+        if known is not None:
+            return known(f"engine answered 503: {text_of(body)}", **detail)
+    return ContractViolation(
+        f"engine answered {status}, which no retry can mend: {text_of(body)}", **detail
+    )
+
+
+def message_of(body: object) -> str | None:
+    """The message in any of the three error envelopes; None where there is none."""
+    if not isinstance(body, dict):
+        return None
+    fields = cast(dict[str, object], body)
+    error = fields.get("error")
+    if isinstance(error, str):
+        return error
+    if isinstance(error, dict):
+        error = cast(dict[str, object], error).get("message")
+        return error if isinstance(error, str) else None
+    message = fields.get("message")
+    return message if isinstance(message, str) else None
+
+
+def text_of(body: object) -> str:
+    """A short text for logs and messages."""
+    return (message_of(body) or str(body))[:MAX_TEXT]
+
+
+def _known_503(body: object) -> type[RunError] | None:
+    if isinstance(body, str):
+        return _ROUTER_TEXTS.get(body.strip())
+    message = message_of(body)
+    if message in _BY_MESSAGE:
+        return _BY_MESSAGE[message]
+    if isinstance(body, dict):
+        error = cast(dict[str, object], body).get("error")
+        holder = cast(dict[str, object], error if isinstance(error, dict) else body)
+        code = holder.get("code", holder.get("type"))
+        if isinstance(code, str):
+            return _BY_CODE.get(code)
+    return None
+
+
+def _finish(reason: Mapping[str, object]) -> RunError | None:
+    kind = reason.get("type")
+    if kind in ("stop", "length"):
+        return None
+    message, status = reason.get("message"), reason.get("status_code")
+    detail = {"finish_reason": dict(reason)}
+    if kind == "abort":
+        if status is None and message in _ORDINARY_ABORTS:
+            return None
+        if status in (503, 429) and isinstance(message, str):
+            known = OverloadError if status == 429 else _BY_MESSAGE.get(message)
+            if known is not None:
+                return known(f"engine aborted the request: {message}", **detail)
+    return ContractViolation(f"a response ended in no known way: {dict(reason)}", **detail)
+
+
+def _control(status: int, body: object) -> RunError | None:
+    refused = isinstance(body, dict) and cast(dict[str, object], body).get("success") is False
+    if status == 200 and not refused:
+        return None
+    return EngineRefused(
+        f"engine answered {status}: {text_of(body)}", status=status, body=text_of(body)
+    )

@@ -1,0 +1,425 @@
+"""One engine over HTTP: the only client of the engines' wire contract."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import aiohttp
+import orjson
+
+from runtime.engines.answers import classify
+from runtime.engines.keepalive import CLIENT_KEEPALIVE_S, check_keepalive_order
+from runtime.engines.protocol import (
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    Generation,
+    PauseMode,
+    TensorSpec,
+)
+from runtime.engines.wire import generate_body, generations
+from runtime.errors import (
+    ContractViolation,
+    EngineRefused,
+    GenerationTimeout,
+    RunError,
+    TransportError,
+)
+from runtime.policy import PolicyId
+from runtime.waits import InfraWait, Wait, stretched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """Seconds each kind of call may take; all but generation's stretch on slow machines."""
+
+    connect_s: float = 5.0
+    """To open a connection, for every call."""
+    control_s: float = 30.0
+    """Pauses, flushes, aborts, versions, loads and facts."""
+    update_s: float = 600.0
+    """One weight update, or one bucket of it."""
+    checksum_s: float = 120.0
+    """Checksums of all weights."""
+
+
+class HttpEngineClient:
+    """Speaks to one engine. No call is repeated here: a lost generation may have run.
+
+    Args:
+        url: base address.
+        api_key: bearer token, where the engine wants one.
+        vocab_size: for engines that do not tell (SGLang); requests with ids outside never leave.
+        max_connections: connections at once; a call over it waits within its own deadline.
+        limits: deadlines.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        vocab_size: int | None = None,
+        max_connections: int = 1024,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        check_keepalive_order()
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._vocab_size = vocab_size
+        self._max_connections = max_connections
+        self._limits = limits or ClientLimits()
+        self._session: aiohttp.ClientSession | None = None
+        self._info: EngineInfo | None = None
+        self._paused: PauseMode | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address, without a slash at the end."""
+        return self._url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # Generation
+
+    async def generate(self, request: GenerateRequest, *, deadline_s: float) -> list[Generation]:
+        """Sample ``request.n`` responses; one entry each, in order.
+
+        Raises:
+            GenerationTimeout: if no whole answer came within ``deadline_s``; the engine is told to
+                abort it by the closed connection.
+            TransportError, OverloadError, UnavailableError: see ``answers.classify``.
+            ContractViolation: for anything else, ids outside the vocabulary among them.
+        """
+        self._check_ids(request.input_ids)
+        body = orjson.dumps(generate_body(request))
+        try:
+            async with asyncio.timeout(deadline_s):
+                status, answer = await self._send("POST", "/generate", body)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"no answer to {request.rid} within {deadline_s:g} s",
+                rid=request.rid,
+                url=self._url,
+            ) from error
+        failure = classify(status, answer)
+        if failure is not None:
+            raise failure
+        return generations(answer, n=request.n)
+
+    async def abort(self, rid: str | None) -> None:
+        """Abort one call, or everything with None. Unknown ids are no error."""
+        await self._control("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """SGLang's whole server ends on an id outside the vocabulary."""
+        vocab_size = self._vocab_size or (self._info.vocab_size if self._info else 0)
+        if vocab_size and ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            outside = next(t for t in ids if not 0 <= t < vocab_size)
+            raise ContractViolation(
+                f"token id {outside} is outside the vocabulary [0, {vocab_size})", token=outside
+            )
+
+    # Pauses
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding; returns when it has stopped."""
+        await self._control("/pause_generation", {"mode": mode})
+        self._paused = mode
+
+    async def resume(self) -> None:
+        """Go on after ``pause``. No error when not paused."""
+        await self._control("/continue_generation", {})
+        self._paused = None
+
+    async def flush_cache(self) -> None:
+        """Forget all cached prefixes. EngineRefused while requests run."""
+        await self._control("/flush_cache", {})
+
+    async def is_alive(self, *, timeout_s: float) -> bool:
+        """Ask for one token; False on any failure. An engine we paused need only answer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, _ = await self._send("GET", "/health_generate", None)
+        except (TimeoutError, RunError):
+            return False
+        return status == 200 or (status == 503 and self._paused is not None)
+
+    # Facts
+
+    async def info(self) -> EngineInfo:
+        """Facts of this server; probed with four one-token requests at the first call."""
+        if self._info is None:
+            server = await self._get("/server_info")
+            vocab_size = self._vocab_size or server.get("vocab_size")
+            if not isinstance(vocab_size, int):
+                raise ContractViolation(
+                    "the engine does not tell its vocabulary; give the client vocab_size",
+                    url=self._url,
+                )
+            context = server.get("context_length") or int(server["max_req_input_len"]) + 6
+            native_spans, takes_salt = await self._probe()
+            self._info = EngineInfo(
+                version=str(server.get("version")),
+                vocab_size=vocab_size,
+                context_length=int(context),
+                max_running_requests=int(server.get("max_running_requests") or 0),
+                native_spans=native_spans,
+                takes_salt=takes_salt,
+                update_bracket=await self._has_bracket(),
+            )
+        return self._info
+
+    async def _probe(self) -> tuple[bool, bool]:
+        """Whether answers carry spans, and whether a salt keeps cached prefixes apart."""
+        marker = uuid.uuid4().hex
+        metas: list[Mapping[str, Any]] = []
+        for salt in (f"{marker}-a", f"{marker}-a", f"{marker}-b"):
+            body = {
+                "input_ids": [0] * 8,
+                "extra_key": salt,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            }
+            answer = await self._control("/generate", body)
+            metas.append(cast(Mapping[str, Any], answer["meta_info"]))
+        cached = [int(m.get("cached_tokens") or 0) for m in metas]
+        return "weight_versions" in metas[0], cached[1] > 0 and cached[2] == 0
+
+    async def _has_bracket(self) -> bool:
+        """Whether the engine knows update sessions: it refuses to close one that is not open."""
+        status, _ = await self._call(
+            "POST", "/end_weight_update", {}, self._limits.control_s, "readiness"
+        )
+        return status != 404
+
+    async def load(self) -> EngineLoad:
+        """Its load now."""
+        answer = await self._get("/v1/loads")
+        loads = cast(list[Mapping[str, Any]], answer["loads"])
+        generated = [load.get("num_generated_tokens") for load in loads]
+        return EngineLoad(
+            running=sum(int(x["num_running_reqs"]) for x in loads),
+            waiting=sum(int(x["num_waiting_reqs"]) for x in loads),
+            token_usage=max(float(x["token_usage"]) for x in loads),
+            generated_tokens=(
+                sum(g for g in generated if g is not None) if None not in generated else None
+            ),
+        )
+
+    async def policy(self) -> str:
+        """The weight version the engine says it serves."""
+        return str((await self._get("/model_info"))["weight_version"])
+
+    # Weights
+
+    async def update_from_disk(self, path: str, policy: PolicyId, *, flush: bool) -> None:
+        """Load a safetensors folder and serve it as ``policy``.
+
+        Raises:
+            EngineRefused: if the engine could not load it, or ``flush`` meets retracted requests.
+        """
+        self._check_flush(flush)
+        body = {"model_path": path, "weight_version": str(policy), "flush_cache": flush}
+        await self._update("/update_weights_from_disk", body)
+
+    async def update_from_tensors(
+        self, safetensors: bytes, *, policy: PolicyId | None, flush: bool
+    ) -> None:
+        """Send weights in the body, as safetensors bytes. Only the embedded engine reads that.
+
+        Raises:
+            ContractViolation: if the bytes are no safetensors; SGLang's server ends on a bad body.
+            EngineRefused: if the weights do not fit, or ``flush`` meets retracted requests.
+        """
+        self._check_flush(flush)
+        _check_safetensors(safetensors)
+        body: dict[str, object] = {
+            "serialized_named_tensors": [base64.b64encode(safetensors).decode()],
+            "load_format": "safetensors",
+            "flush_cache": flush,
+        }
+        if policy is not None:
+            body["weight_version"] = str(policy)
+        await self._update("/update_weights_from_tensor", body)
+
+    async def begin_update(self) -> None:
+        """Open a weight-update session where the engine has one."""
+        if (await self.info()).update_bracket:
+            await self._control("/begin_weight_update", {})
+
+    async def end_update(self) -> None:
+        """Close it."""
+        if (await self.info()).update_bracket:
+            await self._control("/end_weight_update", {})
+
+    async def init_update_group(
+        self, *, host: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """Join a collective group for broadcasts; returns when all ranks have joined."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", body)
+
+    async def update_from_distributed(
+        self, specs: Sequence[TensorSpec], *, group: str, policy: PolicyId | None, flush: bool
+    ) -> None:
+        """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer."""
+        self._check_flush(flush)
+        body: dict[str, object] = {
+            "names": [s.name for s in specs],
+            "dtypes": [s.dtype for s in specs],
+            "shapes": [s.shape for s in specs],
+            "group_name": group,
+            "flush_cache": flush,
+        }
+        if policy is not None:
+            body["weight_version"] = str(policy)
+        await self._update("/update_weights_from_distributed", body)
+
+    async def destroy_update_group(self, name: str) -> None:
+        """Leave the group. No error when it does not exist."""
+        body = {"group_name": name}
+        status, answer = await self._call(
+            "POST", "/destroy_weights_update_group", body, self._limits.control_s, "publication"
+        )
+        failure = classify(status, answer, call="control")
+        if failure is not None and "does not exist" not in str(failure):
+            raise failure
+
+    async def set_policy(self, policy: PolicyId) -> None:
+        """Set the weight version without touching weights or requests."""
+        body = {"new_version": str(policy), "abort_all_requests": False}
+        await self._control("/update_weight_version", body)
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of every weight the engine holds, by HF name."""
+        answer = await self._control(
+            "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
+        )
+        sums: dict[str, str] = {}
+        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
+            sums.update(cast(Mapping[str, str], rank["checksums"]))
+        if not sums:
+            raise ContractViolation("the engine told no checksums", url=self._url)
+        return sums
+
+    def _check_flush(self, flush: bool) -> None:
+        """SGLang's server ends when an update flushes the cache under retracted requests."""
+        if flush and self._paused == "retract":
+            raise EngineRefused(
+                "flush after a retracting pause would end an SGLang server: pause in place without "
+                "flush, retract with a salt, or abort with flush",
+                url=self._url,
+            )
+
+    # Calls
+
+    async def close(self) -> None:
+        """Close idle connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _get(self, path: str) -> Mapping[str, Any]:
+        status, answer = await self._call("GET", path, None, self._limits.control_s, "readiness")
+        return self._fields(path, status, answer)
+
+    async def _control(
+        self, path: str, body: Mapping[str, object], *, limit_s: float | None = None
+    ) -> Mapping[str, Any]:
+        limit_s = self._limits.control_s if limit_s is None else limit_s
+        status, answer = await self._call("POST", path, body, limit_s, "refresh")
+        return self._fields(path, status, answer, needs_fields=path not in _EMPTY)
+
+    async def _update(self, path: str, body: Mapping[str, object]) -> None:
+        status, answer = await self._call("POST", path, body, self._limits.update_s, "publication")
+        self._fields(path, status, answer)
+
+    def _fields(
+        self, path: str, status: int, answer: object, *, needs_fields: bool = True
+    ) -> Mapping[str, Any]:
+        failure = classify(status, answer, call="control")
+        if failure is not None:
+            raise type(failure)(f"{path}: {failure.message}", **failure.detail, url=self._url)
+        if isinstance(answer, dict):
+            return cast(Mapping[str, Any], answer)
+        if needs_fields:
+            raise ContractViolation(f"{path} did not answer with an object", url=self._url)
+        return {}
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        limit_s: float,
+        kind: InfraWait,
+    ) -> tuple[int, object]:
+        """One control call within its stretched limit; WaitTimeout names it."""
+        raw = None if body is None else orjson.dumps(body)
+        async with Wait(f"{self._url}{path}", stretched(kind, limit_s), unstretched_s=limit_s):
+            return await self._send(method, path, raw)
+
+    async def _send(self, method: str, path: str, raw: bytes | None) -> tuple[int, object]:
+        try:
+            async with self._open().request(method, self._url + path, data=raw) as response:
+                content = await response.read()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise TransportError(f"no connection to {self._url}", url=self._url) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise TransportError(
+                f"connection to {self._url} lost: {error!r}", url=self._url, exception=repr(error)
+            ) from error
+        if response.content_type == "application/json":
+            try:
+                return response.status, orjson.loads(content)
+            except orjson.JSONDecodeError as error:
+                raise ContractViolation(f"{path} answered broken JSON", url=self._url) from error
+        return response.status, content.decode(errors="replace")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=self._max_connections, keepalive_timeout=CLIENT_KEEPALIVE_S
+            )
+            # The total limit is each call's own; connecting has one for all.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=timeout, headers=self._headers
+            )
+        return self._session
+
+
+_EMPTY = ("/abort_request", "/flush_cache")
+"""Calls that answer no JSON object."""
+
+
+def _check_safetensors(data: bytes) -> None:
+    """The format's outer shape: a length, a JSON header of that length, the tensors it names."""
+    size = int.from_bytes(data[:8], "little")
+    try:
+        header = orjson.loads(data[8 : 8 + size])
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ContractViolation("these bytes are no safetensors") from error
+    if len(data) != 8 + size + max(ends, default=0):
+        raise ContractViolation("these bytes are safetensors cut short or with a tail")

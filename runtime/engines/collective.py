@@ -1,0 +1,84 @@
+"""A gloo group of its own, beside and without torch.distributed's default group.
+
+The store keys are those of SGLang's helper (a PrefixStore of the group's name around the one that
+torch makes for the group and device), so a trainer talks to both engines with the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import (
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from runtime.errors import UnavailableFeature
+
+
+class CollectiveGroup:
+    """One side of a broadcast group. Blocking: call from a thread that may wait.
+
+    Args:
+        host: address of rank 0, which holds the store.
+        port: its port.
+        rank: ours; rank 0 sends.
+        world_size: all ranks.
+        name: the same on all sides.
+        backend: ``gloo``.
+        timeout_s: limit of joining and of each broadcast.
+
+    Raises:
+        UnavailableFeature: for another backend.
+        RuntimeError: if not all ranks join within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        name: str,
+        backend: str = "gloo",
+        timeout_s: float,
+    ) -> None:
+        if backend != "gloo":
+            raise UnavailableFeature(f"not available yet: backend {backend!r} here; gloo is")
+        timeout = timedelta(seconds=timeout_s)
+        # Kept: the group's connections are made through it, and it dies with its last reference.
+        self._store = TCPStore(
+            host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
+        )
+        inner = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+        self._group = ProcessGroupGloo(inner, rank, world_size, timeout)
+        self._timeout = timeout
+        self.rank = rank
+
+    def broadcast(self, tensors: Sequence[Tensor], *, root: int = 0) -> None:
+        """Send from ``root`` into everyone's tensors, in order.
+
+        Raises:
+            RuntimeError: if a peer is gone or the timeout passes.
+        """
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        works = [self._group.broadcast([tensor], options) for tensor in tensors]
+        for work in works:
+            work.wait(self._timeout)
+
+    def receive(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """Receive one broadcast tensor per (shape, dtype) from rank 0."""
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        self.broadcast(tensors)
+        return tensors
+
+    def close(self) -> None:
+        """Leave; whoever still waits for a broadcast in this process gets an error. Idempotent."""
+        self._group.abort()

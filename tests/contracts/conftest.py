@@ -1,0 +1,157 @@
+"""The engines that the contract suite runs against.
+
+An implementation is a function from limits to a running server. ``embedded`` runs in a thread of
+this process; ``sglang`` can be added as a child process once ``make test-sglang`` brings it: the
+tests talk to a URL and know two model folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import torch
+
+from runtime.engines.embedded.server import Server
+from runtime.engines.embedded.settings import EngineSettings
+from tests.contracts.tiny_models import save_model, tiny_qwen3
+
+
+@dataclass
+class Models:
+    """Two sets of weights of one shape: ``a`` is served first."""
+
+    folders: dict[str, Path]
+    models: dict[str, Any] = field(repr=False)
+
+
+@dataclass
+class Answer:
+    status: int
+    body: Any
+    """Parsed JSON, or text."""
+
+
+@dataclass
+class RunningEngine:
+    """One server under test."""
+
+    url: str
+    api_key: str | None = None
+
+    async def call(self, method: str, path: str, body: object = None) -> Answer:
+        raw = body if isinstance(body, bytes) else None if body is None else orjson.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+            session.request(method, self.url + path, data=raw, headers=headers) as response,
+        ):
+            content = await response.read()
+            is_json = response.content_type == "application/json"
+            return Answer(response.status, orjson.loads(content) if is_json else content.decode())
+
+    async def post(self, path: str, body: object = None) -> Answer:
+        return await self.call("POST", path, {} if body is None else body)
+
+    async def get(self, path: str) -> Answer:
+        return await self.call("GET", path)
+
+    async def stream(self, body: dict[str, object]) -> tuple[int, list[Any]]:
+        """Status and all events of a streaming call; the last one must be [DONE]."""
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+            session.post(self.url + "/generate", json={**body, "stream": True}) as response,
+        ):
+            text = (await response.read()).decode()
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert events.pop() == "[DONE]"
+        return response.status, [orjson.loads(event) for event in events]
+
+
+class ServerThread:
+    """A server with an event loop of its own in a thread of this process."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._ready: Future[Server] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with Server(self._settings) as server:
+                self._ready.set_result(server)
+                await self._stop.wait()
+        except Exception as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self._ready.result(30)
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._loop is not None
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def embedded(models: Models, **limits: Any) -> Iterator[RunningEngine]:
+    settings = EngineSettings(model_path=str(models.folders["a"]), **limits)
+    with ServerThread(settings) as server:
+        key = settings.api_key.get_secret_value() if settings.api_key else None
+        yield RunningEngine(server.url, key)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., AbstractContextManager[RunningEngine]]] = {
+    "embedded": embedded,
+}
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    torch.set_num_threads(1)
+    made = {name: tiny_qwen3(seed) for seed, name in enumerate("ab")}
+    folders = {
+        name: save_model(model, tmp_path_factory.mktemp(f"model_{name}"))
+        for name, model in made.items()
+    }
+    return Models(folders, made)
+
+
+@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+def start_engine(
+    request: pytest.FixtureRequest, models: Models
+) -> Callable[..., AbstractContextManager[RunningEngine]]:
+    """Start a server with limits of one's own: ``with start_engine(max_queued_requests=2) as e``."""
+    make = IMPLEMENTATIONS[request.param]
+    return lambda **limits: make(models, **limits)
+
+
+@pytest.fixture
+def engine_server(start_engine: Callable[..., Any]) -> Iterator[RunningEngine]:
+    """A fresh server with ordinary limits, weights ``a``."""
+    with start_engine() as engine:
+        yield engine

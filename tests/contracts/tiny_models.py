@@ -1,0 +1,60 @@
+"""Random models and a byte-level tokenizer, made locally: nothing comes from a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 261
+EOS = 258
+CONTEXT = 512
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT, "eos_token_id": EOS, "pad_token_id": 256,
+    "bos_token_id": None,
+    # Spread logits, so that wrong weights, masks or positions show in a log-prob.
+    "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def tiny_qwen3(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)).eval()
+
+
+def tiny_llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).eval()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 byte symbols without merges, and five special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>"]
+    )
+    return tokenizer
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0):
+    """Log-probs of ``output`` after ``prompt`` by one HF forward: float32 [len(output)]."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0].float() / temperature
+    logprob_TV = torch.log_softmax(logits, dim=-1)
+    at = torch.arange(len(prompt) - 1, len(prompt) + len(output) - 1)
+    return logprob_TV[at, torch.tensor(output, dtype=torch.int64)]
