@@ -155,15 +155,11 @@ class EnginePool:
 
     Args:
         num_slots: engines of the run file; slots are numbered from 0.
-        connect: makes the client of a server from its address.
         clock: for the time in a state.
     """
 
-    def __init__(
-        self, num_slots: int, *, connect: Callable[[EngineAddress], EngineClient], clock: Clock
-    ) -> None:
+    def __init__(self, num_slots: int, *, clock: Clock) -> None:
         self._clock = clock
-        self._connect = connect
         self._slots = [_Slot(i, clock.monotonic()) for i in range(num_slots)]
         self._served: tuple[PolicyId, ...] = ()
         self._listeners: list[Listener] = []
@@ -188,10 +184,10 @@ class EnginePool:
 
     # --- Life of an incarnation -----------------------------------------------------------------
 
-    def joined(self, address: EngineAddress, info: EngineInfo) -> None:
+    def joined(self, address: EngineAddress, info: EngineInfo, client: EngineClient) -> None:
         """A new incarnation answers: the slot is stale until a publication verified it."""
         slot = self._slots[address.slot]
-        slot.address, slot.info, slot.client = address, info, self._connect(address)
+        slot.address, slot.info, slot.client = address, info, client
         slot.policy, slot.route, slot.active = None, None, 0
         self._move(slot, SlotState.STALE, "")
 

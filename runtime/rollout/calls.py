@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import anyio
 
@@ -51,7 +52,7 @@ class GenerationCalls:
         self._slots = slots
         self._settings = settings
         self._cut = cut
-        self._sending: dict[str, set[_Sending]] = {}
+        self._sending: dict[tuple[int, str], set[_Sending]] = {}
         self._published = Signal()
         self.active = 0
         """HTTP requests under way."""
@@ -143,7 +144,7 @@ class GenerationCalls:
 
     async def _ask(self, route: Route, request: GenerateRequest) -> list[Generation]:
         sending = _Sending()
-        under_way = self._sending.setdefault(route.incarnation, set())
+        under_way = self._sending.setdefault((route.slot, route.incarnation), set())
         under_way.add(sending)
         self._pool.enter(route, request.n)
         self.active += 1
@@ -158,7 +159,7 @@ class GenerationCalls:
             self._pool.leave(route, request.n)
             under_way.discard(sending)
             if not under_way:
-                self._sending.pop(route.incarnation, None)
+                self._sending.pop((route.slot, route.incarnation), None)
         if sending.lost is not None:
             # An answer that came together with the verdict counts as lost too.
             raise TransportError(
@@ -172,7 +173,8 @@ class GenerationCalls:
 
     def _on_pool_event(self, event: Event, fields: Mapping[str, object]) -> None:
         if event in (Event.ENGINE_DIED, Event.ENGINE_RETIRED):
-            for sending in tuple(self._sending.get(str(fields["incarnation"]), ())):
+            key = (cast(int, fields["slot"]), str(fields["incarnation"]))
+            for sending in tuple(self._sending.get(key, ())):
                 sending.lost = str(fields["reason"])
                 sending.scope.cancel()
 

@@ -11,7 +11,7 @@ from runtime.errors import RunError
 
 
 class FilterStarved(RunError):
-    """Filters rejected more than rollout.filter_max_rounds allows between two collections."""
+    """Filters rejected more than rollout.filter_max_rounds allows for one collection."""
 
     next_check = (
         "the counts named here: rewards that are all equal mean a task too hard, too easy, or a "
@@ -34,46 +34,53 @@ def equal_rewards(group: Group) -> str | None:
 
 @dataclass(slots=True, kw_only=True)
 class FilterRounds:
-    """Counts judgements, in all and since the last collection was taken."""
+    """Counts judgements, in all and towards the collection that is being filled.
 
-    max_rejected: int
-    """Groups that may be rejected between two collections."""
-    judged: int = 0
+    Generation runs ahead of the trainer, so rounds are counted by what is accepted and not by what
+    is taken: with ``groups_per_collection`` accepted groups a new count begins.
+    """
+
+    groups_per_collection: int
+    max_rounds: int
+    """Collections' worth of groups that may be rejected for one accepted collection."""
     rejected: Counter[str] = field(default_factory=Counter[str])
     """By reason, in all."""
-    _recent: Counter[str] = field(default_factory=Counter[str])
-    _recent_judged: int = 0
-    _recent_reward: float = 0.0
+    _round_rejected: Counter[str] = field(default_factory=Counter[str])
+    _round_accepted: int = 0
+    _round_reward: float = 0.0
 
     def judge(self, group: Group, accept: GroupFilter | None) -> str | None:
-        """Apply the filter.
+        """Apply the filter; returns why it rejects, or None.
 
         Raises:
             FilterStarved: if this rejection is one too many.
         """
         reason = None if accept is None else accept(group)
-        self.judged += 1
-        self._recent_judged += 1
-        self._recent_reward += sum(group.rewards) / len(group.samples)
-        if reason is not None:
-            self.rejected[reason] += 1
-            self._recent[reason] += 1
-            if self._recent.total() > self.max_rejected:
-                raise self._starved()
+        self._round_reward += sum(group.rewards) / len(group.samples)
+        if reason is None:
+            self._accepted()
+            return None
+        self.rejected[reason] += 1
+        self._round_rejected[reason] += 1
+        if self._round_rejected.total() > self.max_rounds * self.groups_per_collection:
+            raise self._starved()
         return reason
 
-    def taken(self) -> None:
-        """A collection was taken: rounds count anew."""
-        self._recent.clear()
-        self._recent_judged, self._recent_reward = 0, 0.0
+    def _accepted(self) -> None:
+        self._round_accepted += 1
+        if self._round_accepted == self.groups_per_collection:
+            self._round_rejected.clear()
+            self._round_accepted, self._round_reward = 0, 0.0
 
     def _starved(self) -> FilterStarved:
-        mean = self._recent_reward / self._recent_judged
+        rejected = self._round_rejected.total()
+        judged = rejected + self._round_accepted
+        mean = self._round_reward / judged
         return FilterStarved(
-            f"filters rejected {self._recent.total()} of {self._recent_judged} groups since the "
-            f"last collection ({dict(self._recent)}), mean reward {mean:.4g}; at most "
-            f"{self.max_rejected} are allowed",
-            judged=self._recent_judged,
-            rejected=dict(self._recent),
+            f"filters rejected {rejected} of {judged} groups ({dict(self._round_rejected)}), mean "
+            f"reward {mean:.4g}, and have not let a collection of {self.groups_per_collection} "
+            f"through; rollout.filter_max_rounds is {self.max_rounds}",
+            judged=judged,
+            rejected=dict(self._round_rejected),
             mean_reward=mean,
         )

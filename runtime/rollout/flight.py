@@ -93,6 +93,7 @@ async def make_group(
     *,
     function: RolloutFunction,
     judge: Judge | None,
+    shape: Callable[[Sample], float] | None,
     settings: ProducerSettings,
     on_generated: Callable[[], None],
 ) -> Group:
@@ -103,6 +104,7 @@ async def make_group(
         generate: its way to the engines.
         function: makes the samples.
         judge: None where the algorithm has no rewards (OPD); every reward is 0 then.
+        shape: added to the reward of each sample, or None.
         settings: numbers and sampling.
         on_generated: told once all samples are there and valid, before reward and filter: for the
             stop rule the attempt has succeeded.
@@ -122,6 +124,8 @@ async def make_group(
     rewards = [0.0] * len(samples)
     if judge is not None:
         rewards = await judge.judge(flight.prompt, [sample.text for sample in samples])
+    if shape is not None:
+        rewards = [r + shape(s) for r, s in zip(rewards, samples, strict=True)]
     if len(rewards) != len(samples) or not all(map(math.isfinite, rewards)):
         raise ContractViolation(
             f"group {flight.prompt.id}: {len(samples)} samples were judged as {rewards!r}",

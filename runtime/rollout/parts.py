@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.data.ledger import Ledger
-from runtime.data.samples import Prompt, PromptId
+from runtime.data.samples import Prompt, PromptId, Sample
 from runtime.engines.pool import EnginePool
 from runtime.errors import DataError
 from runtime.rollout.filters import GroupFilter
@@ -51,5 +51,7 @@ class ProducerParts:
     judge: Judge | None
     """None: the algorithm has no rewards (OPD); every reward is 0 then."""
     budget: DataBudget
+    shape: Callable[[Sample], float] | None = None
+    """What to add to a sample's verdict for its length (overlong shaping); None adds nothing."""
     accept: GroupFilter | None = None
     """Filter on judged groups; None lets everything through."""

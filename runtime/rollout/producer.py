@@ -260,7 +260,6 @@ class Producer:
             # the engines do not work on it until then.
             upcoming = trainer.update + self._settings.updates_per_collection
             self._send_back_older_than(upcoming - self._settings.max_staleness)
-            self._settlement.filter.taken()
             self._progress()
         return collection
 
@@ -340,6 +339,7 @@ class Producer:
                     partial(self._calls.complete, flight),
                     function=self._parts.function,
                     judge=self._parts.judge,
+                    shape=self._parts.shape,
                     settings=self._settings,
                     on_generated=self._errors.succeeded,
                 )

@@ -32,7 +32,7 @@ class ProducerSettings:
     hold_off_s: float = 1.0
     """No new group is admitted for so long after a serving error."""
     filter_max_rounds: int = 10
-    """Collections' worth of groups that filters may reject between two collections taken."""
+    """Collections' worth of groups that filters may reject for one they let through."""
 
     def __post_init__(self) -> None:
         if self.max_concurrent_samples < self.samples_per_prompt:

@@ -63,7 +63,8 @@ class Settlement:
         self._clock = clock
         self._held_until = -math.inf
         self.filter = FilterRounds(
-            max_rejected=settings.filter_max_rounds * settings.groups_per_collection
+            groups_per_collection=settings.groups_per_collection,
+            max_rounds=settings.filter_max_rounds,
         )
 
     @property

@@ -47,8 +47,9 @@ class StopRule:
         self._clock = clock
         self._window: deque[tuple[float, bool]] = deque()
         self._failed = 0
-        self._high_since: float | None = None
         self._newest = 0.0
+        self._changed_at = 0.0
+        self._high_since: float | None = None
 
     def record(self, *, failed: bool) -> None:
         """A group attempt completed now."""
@@ -57,14 +58,15 @@ class StopRule:
         self._window.append((now, failed))
         self._failed += failed
         self._newest = now
-        self._judge(now)
+        self._changed_at = now
 
     def read(self) -> StopReading:
         """Judge the present moment; cheap, meant to be asked on every tick of a wait."""
         self._expire(self._clock.monotonic())
         high = 0.0
-        if self._high_since is not None:
-            high = max(0.0, self._newest - self._high_since)
+        if self._is_high:
+            since = self._changed_at if self._high_since is None else self._high_since
+            high = max(0.0, self._newest - since)
         return StopReading(
             window_attempts=len(self._window),
             window_failed=self._failed,
@@ -72,18 +74,26 @@ class StopRule:
             is_fatal=high >= SUSTAINED_S,
         )
 
+    @property
+    def _is_high(self) -> bool:
+        return bool(self._window) and self._failed >= SHARE * len(self._window)
+
     def _expire(self, now: float) -> None:
         # The share also changes when an attempt leaves the window, at a moment nobody called us:
-        # the departures are replayed in order, each judged at its own time.
+        # the departures are replayed in order. A moment is judged once it lies in the past, when
+        # all that happened at it is known.
+        self._judge_before(now)
         while self._window and self._window[0][0] + WINDOW_S <= now:
             left_at = self._window[0][0] + WINDOW_S
             while self._window and self._window[0][0] + WINDOW_S <= left_at:
                 self._failed -= self._window.popleft()[1]
-            self._judge(left_at)
+            self._changed_at = left_at
+            self._judge_before(now)
 
-    def _judge(self, at: float) -> None:
-        is_high = bool(self._window) and self._failed >= SHARE * len(self._window)
-        if not is_high:
+    def _judge_before(self, now: float) -> None:
+        if self._changed_at >= now:
+            return
+        if not self._is_high:
             self._high_since = None
         elif self._high_since is None:
-            self._high_since = at
+            self._high_since = self._changed_at

@@ -1,4 +1,4 @@
-"""A rollout world in virtual time: the real ledger, pool, gate and producer around simulated engines."""
+"""Rollouts in virtual time: real ledger, pool, gate and producer around simulated engines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from runtime.clock import ManualClock
@@ -107,9 +108,7 @@ class SimulatedEngine:
         finally:
             self._samples -= request.n
             del self.running[request.rid]
-        return [
-            self._answer(request, began, is_aborted=aborted.is_set()) for _ in range(request.n)
-        ]
+        return [self._answer(request, began, is_aborted=aborted.is_set()) for _ in range(request.n)]
 
     async def _work(self, request: GenerateRequest, aborted: anyio.Event) -> None:
         outcome = self.world.behave(request)
@@ -170,7 +169,7 @@ class Rewards:
 
     async def judge(self, prompt: Prompt, texts: list[str]) -> list[float]:
         self.judged.append(prompt.id)
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         given = self.rule(prompt)
         if isinstance(given, Exception):
             raise given
@@ -179,7 +178,7 @@ class Rewards:
 
 @dataclass
 class Budget:
-    """Keeps the property of the real budget: it raises on the failure after the last allowed one."""
+    """Keeps of the real budget: it raises on the failure after the last allowed one."""
 
     allowed: int = 0
     charged: list[PromptId] = field(default_factory=list)
@@ -204,14 +203,13 @@ class World:
         accept: object = None,
         budget: int = 0,
         ledger: Ledger | None = None,
+        seed: int | None = None,
         **settings: object,
     ) -> None:
         self.time = VirtualTime()
         self.behave: Callable[[GenerateRequest], Outcome] = lambda request: Outcome()
         self.engines = [SimulatedEngine(self, slot) for slot in range(engines)]
-        self.pool = EnginePool(
-            engines, connect=lambda address: self.engines[address.slot], clock=self.time
-        )
+        self.pool = EnginePool(engines, clock=self.time)
         self.gate = AdmissionGate(clock=self.time, sleep=self.time.sleep)
         self.rewards = Rewards()
         self.budget = Budget(budget)
@@ -220,12 +218,12 @@ class World:
             "groups_per_collection": 2,
             "samples_per_prompt": 2,
             "max_concurrent_samples": 64,
+            "vocab_size": 64,
             **settings,
         }
         self.settings = ProducerSettings(
             epoch=self.epoch,
-            vocab_size=64,
-            sampling=SamplingSettings(max_new_tokens=8),
+            sampling=SamplingSettings(max_new_tokens=8, seed=seed),
             **given,
         )
         self.rows: list[dict[str, object]] = []
@@ -262,10 +260,12 @@ class World:
         return PolicyId(self.epoch, update)
 
     def join(self, slot: int, incarnation: str = "a") -> None:
+        if self.pool.state(slot) is SlotState.DEAD:
+            self.pool.restarting(slot)
         address = EngineAddress(
             slot=slot, incarnation=incarnation, url=self.engines[slot].url, pid=1
         )
-        self.pool.joined(address, INFO)
+        self.pool.joined(address, INFO, self.engines[slot])
 
     def publish(self, update: int) -> None:
         """A refresh in place on every live engine."""
@@ -311,7 +311,9 @@ class World:
         self.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
         self.producer.consumed(collection.groups)
 
-    async def train(self, updates: int, *, start: int = 0, seconds: float = 0.0) -> list[Collection]:
+    async def train(
+        self, updates: int, *, start: int = 0, seconds: float = 0.0
+    ) -> list[Collection]:
         """The session's loop: take, consume, publish."""
         taken: list[Collection] = []
         for update in range(start, start + updates):
