@@ -218,7 +218,7 @@ class TorchTrainer:
         m.weights.masters_changed()
         m.optimizer.num_steps = record.optimizer_steps
         if rng is None:
-            torch.manual_seed(hash((self.settings.seed, self.ranks.rank, record.update)))
+            torch.manual_seed(self.settings.seed + self.ranks.rank + 1_000_003 * record.update)
         else:
             _set_rng(rng, folder)
         self.update, self.consumed_digest = record.update, record.consumed_digest

@@ -105,7 +105,7 @@ class Update:
         policy_norm = self._policy_norm_alone(chosen)
         with self._timed("forward_backward"):
             record = is_first and not self._is_scored_ahead
-            for name, value in self._accumulate(chosen, record=record).items():
+            for name, value in self.accumulate(chosen, record=record).items():
                 self._sums[name] += value
         if is_first:
             self._check_agreement()
@@ -133,7 +133,7 @@ class Update:
         if not self._loss.has_other_terms or not due:
             return None
         with self._timed("diagnostics"):
-            self._accumulate(chosen, policy_only=True)
+            self.accumulate(chosen, policy_only=True)
             norm = self._m.optimizer.grad_norm()
             self._m.weights.drop_gradients()
         return norm
@@ -141,12 +141,17 @@ class Update:
     def _expects_policy_gradient(self, chosen: list[int]) -> bool:
         return self._loss.has_kl_in_advantage or not bool(self._flat.is_equal_S[chosen].all())
 
-    def _accumulate(
+    def accumulate(
         self, chosen: list[int], *, record: bool = False, policy_only: bool = False
     ) -> dict[str, float]:
         """Forward and backward over this rank's bins of one optimizer batch; sums over all ranks.
 
         Gradients add up in the masters, already as the gradient of the whole batch.
+
+        Args:
+            chosen: positions of the sequences of the batch.
+            record: keep the log-probs as the trainer's before its first step.
+            policy_only: leave every other term out of the gradient.
         """
         weight_S = np.zeros(self._flat.num_sequences)
         weight_S[chosen] = losses.token_weights(

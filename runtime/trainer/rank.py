@@ -1,0 +1,162 @@
+"""What runs in the process of one trainer rank: a backend, and answers that can be asked for twice.
+
+No Ray here. A call whose answer got lost on the way (``ActorUnavailableError``) is asked again with
+the same operation: done already, it is answered from memory; never done, it is done now.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.errors import FencedError
+from runtime.publication.snapshot import WrittenSnapshot, join_export, write_snapshot
+from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.ranks import Ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Names one call, the same on every rank and on every repetition."""
+
+    epoch: int
+    update: int
+    """The trainer's update when the call was made."""
+    name: str
+    serial: int
+    """Counts the calls of a lane; a lower one than the last is an old call that came late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class RankServer:
+    """One rank. Lanes: calls that change or read weights run one at a time; writing runs beside."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        rank: int,
+        size: int,
+        epoch: int,
+        on_start: Callable[[], object] | None = None,
+    ) -> None:
+        """Make the backend; no weights yet.
+
+        Args:
+            settings: of the trainer.
+            rank: this one.
+            size: ranks there are.
+            epoch: ownership epoch; operations of another one are refused.
+            on_start: run first, in this process: ties it to its guard.
+        """
+        if on_start is not None:
+            on_start()
+        self._epoch = epoch
+        self._ranks = Ranks(rank, size)
+        self.backend = TorchTrainer(settings, self._ranks)
+        self._steps = _Lane()
+        self._writes = _Lane()
+        self._stopped = threading.Event()
+
+    def info(self) -> RankInfo:
+        """Where this rank runs."""
+        return RankInfo(rank=self._ranks.rank, host=socket.gethostname(), pid=os.getpid())
+
+    def listen(self, host: str, timeout_s: float) -> int:
+        """Open the rendezvous on rank 0; its port."""
+        return self._ranks.listen(host, timeout_s=timeout_s)
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
+        """Enter the process group."""
+        device = self._ranks.device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._ranks.join(host, port, backend=backend, timeout_s=timeout_s)
+
+    def step(self, operation: Operation, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the backend that needs the weights to stand still.
+
+        Raises:
+            FencedError: if the operation is of another epoch, or older than the last one.
+        """
+        # A pool thread starts with OpenMP's own idea of how many threads there are.
+        torch.set_num_threads(self.backend.settings.threads)
+        return self._once(self._steps, operation, lambda: self._call(method, *args, **kwargs))
+
+    def write_staged(self, operation: Operation, token: str, folder: str) -> list[str]:
+        """Write a staged copy, beside whatever ``step`` does."""
+        return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "write_snapshot":
+            return self._write_snapshot(*args)
+        return getattr(self.backend, method)(*args, **kwargs)
+
+    def _write_snapshot(self, folder: str) -> WrittenSnapshot | None:
+        """Rank 0 writes the weights, the others take part; None from those."""
+        if self._ranks.rank:
+            join_export(self.backend)
+            return None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return write_snapshot(self.backend, folder)
+
+    def _once(self, lane: _Lane, operation: Operation, do: Callable[[], T]) -> T:
+        if operation.epoch != self._epoch:
+            raise FencedError(
+                f"{operation.name} of epoch {operation.epoch} reached a trainer of {self._epoch}"
+            )
+        return lane.once(operation, do)
+
+    def stay(self) -> None:
+        """Return when ``stop`` was called; whoever waits here learns at once if the rank dies."""
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        """Leave the group and free memory. Idempotent."""
+        self.backend.stop()
+        self._stopped.set()
+
+
+class _Lane:
+    """Serial execution with a memory of the last outcome."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Operation | None = None
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def once(self, operation: Operation, do: Callable[[], T]) -> T:
+        with self._lock:
+            if operation != self._last:
+                if self._last is not None and operation.serial <= self._last.serial:
+                    raise FencedError(
+                        f"{operation.name} ({operation.serial}) came after "
+                        f"{self._last.name} ({self._last.serial})"
+                    )
+                self._last, self._value, self._error = operation, None, None
+                try:
+                    self._value = do()
+                except Exception as exc:
+                    # Kept, so that a repeated call fails the same way and is not tried again.
+                    self._error = exc
+            if self._error is not None:
+                raise self._error
+            return self._value
