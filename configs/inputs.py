@@ -104,11 +104,12 @@ def _check_prompts(name: str, path: Path, data: Data, report: InputReport) -> No
         return
     rows = found = 0
     try:
-        for rows, problem in _row_problems(path, data):
+        for line, problem in _row_problems(path, data):
+            rows += 1
             if problem is not None:
                 found += 1
                 if found <= _MAX_SHOWN:
-                    report.problems.append((name, f"{path}:{rows}: {problem}"))
+                    report.problems.append((name, f"{path}:{line}: {problem}"))
     except (OSError, UnicodeDecodeError) as error:
         report.problems.append((name, f"{path} cannot be read: {error}"))
         return

@@ -59,6 +59,7 @@ def _verifier(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     if reward.verifier is None and spec.algorithm == "grpo":
         yield refused(
             "reward.verifier",
+            "algorithm",
             because="nothing says how responses are judged; only OPD runs without rewards",
             allowed=", ".join(VERIFIERS) + ', or "package.module:name"',
         )

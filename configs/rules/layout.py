@@ -25,7 +25,8 @@ def _trainer_gpus(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     )
     sizes = f"tensor {core.tensor} x pipeline {core.pipeline} x context {core.context}"
     fields = ("core.data", "core.tensor", "core.pipeline", "core.context", "rollout.engines")
-    fields += ("rollout.tensor", "launch.gpus_per_replica", "launch.replicas")
+    fields += ("rollout.tensor", "rollout.colocated", "launch.gpus_per_replica")
+    fields += ("launch.replicas", "reward.judge")
     if share < 1:
         yield refused(*fields[4:], because=sum_text, allowed="more GPUs, or fewer engines")
     elif core.data is not None and core.data * parallel != share:

@@ -26,6 +26,8 @@ def _sampling(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     if rollout.samples_per_prompt < 2 and not opd_without_rewards:
         yield refused(
             "rollout.samples_per_prompt",
+            "algorithm",
+            "reward.verifier",
             because="the group mean needs two samples; one is allowed only for OPD without rewards",
             allowed="2 or more",
         )
@@ -119,7 +121,8 @@ def _kl(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     weighted = core.kl_coef > 0 or core.kl_reward_coef > 0
     if core.uses_reference != weighted:
         yield refused(
-            "core.kl" if core.uses_reference else "core.kl_coef",
+            *(("core.kl",) if core.uses_reference else ()),
+            "core.kl_coef",
             "core.kl_reward_coef",
             "core.kl",
             because="kl names the estimator, kl_coef or kl_reward_coef its weight; one is missing",

@@ -1,0 +1,329 @@
+"""Each row of "What validate refuses" as a test: by which field, and what the message names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.load import load_run
+from tests.configs.conftest import Load, Refuse
+
+GPUS = ("launch.gpus_per_replica = 8",)
+MOUNTED = ('launch.mounts = ["/"]',)
+MODEL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+MOE = MODEL | {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
+    # id, settings, field, text of message or allowed
+    ("one sample", ("rollout.samples_per_prompt = 1",), "rollout.samples_per_prompt", "OPD"),
+    (
+        "top-p with TIS",
+        ("rollout.top_p = 0.9",),
+        "rollout.top_p",
+        "core.renormalize_support",
+    ),
+    ("top-k with TIS", ("rollout.top_k = 5",), "rollout.top_k", "switch TIS off"),
+    ("min-p with TIS", ("rollout.min_p = 0.1",), "rollout.min_p", "set top-p 1"),
+    ("top-k 0", ("rollout.top_k = 0",), "rollout.top_k", "-1 (off)"),
+    ("greedy", ("rollout.temperature = 0",), "rollout.temperature", "no distribution to train on"),
+    (
+        "behaviour with TIS",
+        ('core.old_policy = "behaviour"', "core.tis = true"),
+        "core.tis",
+        "holds the correction already",
+    ),
+    (
+        "reinforce with clip",
+        ('core.loss = "reinforce"', "core.eps_clip = 0.2"),
+        "core.eps_clip",
+        "drop core.eps_clip",
+    ),
+    (
+        "reinforce with dual clip",
+        ('core.loss = "reinforce"', "core.dual_clip = 3.0"),
+        "core.dual_clip",
+        "drop core.dual_clip",
+    ),
+    (
+        "stale reinforce without TIS",
+        ('core.loss = "reinforce"', "core.tis = false"),
+        "core.tis",
+        "drop core.tis = false",
+    ),
+    (
+        "gspo by token",
+        ('core.loss = "gspo"', 'core.loss_aggregation = "token"'),
+        "core.loss_aggregation",
+        "core.loss",
+    ),
+    (
+        "gspo by constant",
+        ('core.loss = "gspo"', 'core.loss_aggregation = "constant"'),
+        "core.loss_aggregation",
+        "core.loss",
+    ),
+    (
+        "KL twice",
+        ('core.kl = "k3"', "core.kl_coef = 0.1", "core.kl_reward_coef = 0.1"),
+        "core.kl_reward_coef",
+        "core.kl_coef",
+    ),
+    ("KL without weight", ('core.kl = "k3"',), "core.kl", "weight"),
+    ("weight without KL", ("core.kl_coef = 0.1",), "core.kl_coef", "estimator"),
+    ("reference without KL", ("core.reference = 'm'",), "core.reference", "only when KL is used"),
+    ("dual clip of 1", ("core.dual_clip = 1.0",), "core.dual_clip", "above 1"),
+    ("clip of 0", ("core.eps_clip = 0.0",), "core.eps_clip", "(0, 1)"),
+    ("clip of 1", ("core.eps_clip_high = 1.0",), "core.eps_clip_high", "(0, 1)"),
+    ("TIS bounds", ("core.tis_clip_low = 2.0",), "core.tis_clip_low", "not below tis_clip"),
+    ("OPD alone", ('algorithm = "opd"',), "algorithm", "needs a [teacher]"),
+    ("teacher of GRPO", ("teacher.path = 't'",), "teacher", "GRPO has no teacher"),
+    (
+        "two teachers",
+        ('algorithm = "opd"', "teacher.path = 't'", "teacher.url = 'http://x'"),
+        "teacher.path",
+        "both",
+    ),
+    ("no teacher", ('algorithm = "opd"', "teacher.coef = 2.0"), "teacher.path", "neither"),
+    (
+        "adapters on megatron",
+        ("lora.rank = 8", 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),
+        "lora.rank",
+        "torch",
+    ),
+    (
+        "adapters to an engine that takes none",
+        ("lora.rank = 8", 'lora.publish = "adapter"'),
+        "lora.publish",
+        "sglang",
+    ),
+    (
+        "too long",
+        ("core.max_tokens_per_gpu = 2000",),
+        "core.max_tokens_per_gpu",
+        "core.max_tokens_per_gpu = 2048",
+    ),
+    ("no length", ("core.max_run_seconds = 0",), "core.max_run_seconds", "leave the key out"),
+    ("negative", ("core.max_run_seconds = -1",), "core.max_run_seconds", "not negative"),
+    ("not finite", ("core.max_run_seconds = inf",), "core.max_run_seconds", "finite"),
+    ("no update", ("core.debug_exit_after = 0",), "core.debug_exit_after", "leave the key out"),
+    ("replay, dense", ("core.routing_replay = true",), "core.routing_replay", "dense"),
+    ("expert-aware, dense", ('core.packing = "expert_aware"',), "core.packing", "dense"),
+    ("open cosine", ('core.lr_schedule = "cosine"',), "core.lr_schedule", "core.max_updates"),
+    ("rising cosine", ("core.min_lr = 1.0",), "core.min_lr", "above lr"),
+    (
+        "uneven updates",
+        ("core.updates_per_collection = 5",),
+        "core.updates_per_collection",
+        "divisor of 32",
+    ),
+    (
+        "less than a group",
+        ("async.async_max_concurrent_samples = 7",),
+        "async.async_max_concurrent_samples",
+        "8 or more",
+    ),
+    # GPU arithmetic: 8 GPUs, 1 engine -> 7 for the trainer.
+    ("data", (*GPUS, "core.data = 4"), "core.data", "1 x 8 GPUs - 1 of engines"),
+    (
+        "megatron sizes",
+        (*GPUS, 'core.backend = "megatron"', "core.tensor = 2"),
+        "core.tensor",
+        "= 7 for the trainer, not a multiple",
+    ),
+    ("no trainer", (*GPUS, "rollout.engines = 8"), "rollout.engines", "= 0 for the trainer"),
+    (
+        "colocated",
+        (*GPUS, "rollout.engines = 9", "rollout.colocated = true"),
+        "rollout.engines",
+        "share 8 GPUs",
+    ),
+    ("torch sizes", ("core.context = 2",), "core.context", "data-parallel only"),
+    ("megatron on CPU", ('core.backend = "megatron"',), "core.backend", "needs GPUs"),
+    ("embedded tensor", (*GPUS, "rollout.tensor = 3"), "rollout.tensor", "one device"),
+    (
+        "embedded p2p",
+        ('core.publication_transport = "p2p"',),
+        "core.publication_transport",
+        "p2p",
+    ),
+    ("flash on CPU", ('core.attention_backend = "flash_3"',), "core.attention_backend", "GPU"),
+    (
+        "flash 4 off Blackwell",
+        (*GPUS, 'core.attention_backend = "flash_4"', 'launch.cluster = "ai2/jupiter"'),
+        "core.attention_backend",
+        "Blackwell",
+    ),
+    # Inputs.
+    ("two models", ("model.path = 'm'",), "model.path", "both"),
+    ("no model", ("model = {}",), "model.path", "neither"),
+    ("two data", ("data.train = 'd'",), "data.train", "both"),
+    ("tokenizer of a recipe", ("model.tokenizer = 't'",), "model.tokenizer", "its own"),
+    ("no verifier", ("reward = {}",), "reward.verifier", "only OPD"),
+    ("unknown verifier", ('reward.verifier = "exact"',), "reward.verifier", "exact_match"),
+    ("no address", ('reward.verifier = "http"',), "reward.verifier", "reward.url"),
+    ("no judge", ('reward.verifier = "judge"',), "reward.verifier", "[reward.judge]"),
+    ("which judge", ("reward.judge.gpus = 2",), "reward.judge.url", "managed = true"),
+    ("judge's model", ("reward.judge.managed = true",), "reward.judge.managed", "model"),
+    ("upload", ('checkpoint.upload = "/x"',), "checkpoint.upload", "s3://"),
+    ("address", ('reward.url = "x:80"',), "reward.url", "http://"),
+    ("no sets", ("evaluation.every_updates = 5",), "evaluation.every_updates", "sets.NAME"),
+    (
+        "pass@k",
+        ('evaluation.sets.a = { recipe = "laptop", pass_at = 2 }',),
+        "evaluation.sets.a.pass_at",
+        "samples",
+    ),
+    ("empty set", ("evaluation.sets.a = {}",), "evaluation.sets.a.prompts", "neither"),
+    # Launch.
+    ("local nodes", ("launch.replicas = 2",), "launch.replicas", "one node"),
+    (
+        "partial nodes",
+        (*MOUNTED, "launch.replicas = 2", "launch.gpus_per_replica = 4", 'launch.backend = "ray"'),
+        "launch.gpus_per_replica",
+        "8",
+    ),
+    (
+        "no cluster",
+        (*MOUNTED, 'launch.backend = "beaker"'),
+        "launch.backend",
+        "cluster",
+    ),
+    ("no mount", ('launch.backend = "ray"',), "output.root", "under no mount"),
+    (
+        "CPU on holmes",
+        ('launch.backend = "beaker"', 'launch.mounts = ["/"]', 'launch.cluster = "ai2/holmes"'),
+        "launch.cluster",
+        "CPU-only",
+    ),
+    (
+        "too many GPUs",
+        ("launch.gpus_per_replica = 16", 'launch.cluster = "ai2/jupiter"'),
+        "launch.gpus_per_replica",
+        "has 8 GPUs",
+    ),
+    ("zero deadline", ("rollout.waiting_deadline = 0",), "rollout.waiting_deadline", "above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "text"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
+def test_refused(refuse: Refuse, settings: tuple[str, ...], field: str, text: str) -> None:
+    problems = refuse(*settings)
+    found = [p for p in problems if p.field == field]
+    assert found, [str(p) for p in problems]
+    assert text in str(found[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.top_p = 0.9", "core.tis = false"),
+        ("rollout.top_p = 0.9", "core.renormalize_support = true"),
+        ("rollout.top_p = 0.9", 'core.old_policy = "behaviour"'),
+        ('core.old_policy = "behaviour"',),
+        ('core.loss = "reinforce"',),
+        ('core.loss = "reinforce"', "core.tis = false", "async.max_staleness = 0"),
+        ('core.loss = "gspo"', 'core.loss_aggregation = "sample"'),
+        ('core.kl = "k3"', "core.kl_coef = 0.1"),
+        ('core.kl = "k1"', "core.kl_reward_coef = 0.1", "core.reference = 'm'"),
+        ("core.dual_clip = 1.1",),
+        ('algorithm = "opd"', "teacher.path = 't'"),
+        (
+            'algorithm = "opd"',
+            "teacher.url = ['http://a', 'http://b']",
+            "rollout.samples_per_prompt = 1",
+            "reward = {}",
+        ),
+        ("core.max_tokens_per_gpu = 2048",),
+        ("core.max_run_seconds = '6h'",),
+        (*GPUS, "core.data = 7"),
+        (*GPUS, "rollout.colocated = true", "rollout.engines = 8"),
+        ('core.lr_schedule = "cosine"', "core.max_updates = 10"),
+        ('reward.verifier = "my.module:judge"',),
+        ('launch.backend = "ray"', 'launch.weka_mounts = ["x:/"]'),
+        ("core.data = 2",),
+    ],
+    ids=" ".join,
+)
+def test_allowed(load: Load, settings: tuple[str, ...]) -> None:
+    load(*settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "field", "text"),
+    [
+        (MODEL, ("core.tensor = 3",), "core.tensor", "8 heads"),
+        (MODEL, ("core.pipeline = 4",), "core.pipeline", "6 layers"),
+        (MODEL, ('rollout.engine = "sglang"', "rollout.tensor = 3"), "rollout.tensor", "8 heads"),
+        (MOE, ("core.expert = 8",), "core.expert", "12 experts"),
+        (MODEL, ("core.expert = 2",), "core.expert", "dense"),
+        (MODEL, ("core.routing_replay = true",), "core.routing_replay", "dense"),
+    ],
+)
+def test_sizes_divide_the_model(
+    refuse: Refuse,
+    tmp_path: Path,
+    config: dict[str, int],
+    settings: tuple[str, ...],
+    field: str,
+    text: str,
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    base = ("model = { path = 'm' }", "launch.gpus_per_replica = 96", "rollout.colocated = true")
+    base += ('core.backend = "megatron"',)
+    found = [p for p in refuse(*base, *settings) if p.field == field]
+    assert text in str(found[0])
+
+
+def test_replay_is_for_experts(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MOE))
+    shape = load("model = { path = 'm' }", "core.routing_replay = true").shape
+    assert shape is not None
+    assert shape.is_moe
+
+
+def test_a_rule_is_silent_about_fields_that_are_refused_already(refuse: Refuse) -> None:
+    # kl_coef has the wrong type: whether it fits kl is not the question yet.
+    fields = [p.field for p in refuse('core.kl = "k3"', 'core.kl_coef = "0.1"')]
+    assert fields == ["core.kl_coef"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("async.max_staleness = 1", "core.updates_per_collection = 2"), "in step"),
+        (("core.max_updates = 5", "core.updates_per_collection = 2"), "rounds up"),
+        (('launch.env = { A = "1" }', 'launch.secrets = { A = "b" }'), "the secret wins"),
+        (('launch.cluster = "ai2/jupitr"',), "did you mean ai2/jupiter"),
+        (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "past its protection"),
+        (('evaluation.sets.a = { recipe = "laptop", samples = 2 }',), "one sample repeated"),
+    ],
+)
+def test_warned(load: Load, settings: tuple[str, ...], text: str) -> None:
+    assert any(text in warning for warning in load(*settings).warnings)
+
+
+def test_protection_with_commits_and_resumption_is_no_warning(load: Load) -> None:
+    loaded = load(
+        'launch.backend = "ray"', 'launch.mounts = ["/"]', 'launch.auto_resume = "milepost"'
+    )
+    assert loaded.warnings == ()
+
+
+def test_presets_break_no_rule() -> None:
+    presets = sorted(Path("configs/presets").glob("*.toml"))
+    assert [path.stem for path in presets] == ["dev", "laptop", "node", "three-node"]
+    for path in presets:
+        assert load_run(path).warnings == (), path
