@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.data.samples import Prompt, PromptId
 from runtime.errors import PartialWrite
+from runtime.rundir.atomic import fsync_folder, point
 
 ROWS_PER_GROUP = 128
 _CACHED_GROUPS = 32
@@ -179,3 +181,13 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish_file(partial: Path, target: Path) -> None:
+    """Make a written file durable under its name; it is there whole or not at all."""
+    with partial.open("rb") as file:
+        point("fsync", partial)
+        os.fsync(file.fileno())
+    point("replace", target)
+    partial.replace(target)
+    fsync_folder(target.parent)

@@ -28,6 +28,7 @@ from runtime.data.frozen import (
     facts_path,
     fingerprint_of,
     open_frozen,
+    publish_file,
     sha256_of,
 )
 from runtime.data.rows import FieldNames, RowProblems, SourceRow, read_rows, require_rows
@@ -38,6 +39,7 @@ from runtime.data.tokenizer import (
     tokenizer_digest,
 )
 from runtime.errors import ConfigError, ContractViolation
+from runtime.rundir.atomic import disk_full_as_error, write_json
 
 __all__ = [
     "FieldNames",
@@ -82,6 +84,7 @@ def freeze(
     Raises:
         ConfigError: if there is no row, a row cannot be used or is too long (all are listed), or
             ``target`` holds other data.
+        DiskFull: if there was no space.
     """
     if facts_path(target).exists():
         facts = open_frozen(target).facts
@@ -94,9 +97,10 @@ def freeze(
     rows = read_rows(source, fields, problems)
     writing = _Writing(tokenizer, default_verifier, apply_chat_template, problems)
     try:
-        with pq.ParquetWriter(
-            partial, SCHEMA, compression="zstd", write_statistics=False
-        ) as writer:
+        with (
+            disk_full_as_error(target),
+            pq.ParquetWriter(partial, SCHEMA, compression="zstd", write_statistics=False) as writer,
+        ):
             while chunk := list(islice(rows, _ENCODED_AT_ONCE)):
                 table = writing.encode(chunk, max_prompt_tokens, too_long)
                 for start in range(0, table.num_rows, ROWS_PER_GROUP):
@@ -105,9 +109,8 @@ def freeze(
         too_long.raise_if_any()
         require_rows(source, writing.count)
         facts = writing.facts(sha256_of(partial))
-        _publish(partial, target)
-        partial.write_text(facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        _publish(partial, facts_path(target))
+        publish_file(partial, target)
+        write_json(facts_path(target), facts.model_dump(mode="json"), durable=True)
     finally:
         partial.unlink(missing_ok=True)
     return facts
@@ -250,14 +253,3 @@ def _readable(row: SourceRow) -> str:
 def _template_digest(tokenizer: PromptTokenizer, is_applied: bool) -> str:
     template = f"chat:{tokenizer.chat_template}" if is_applied else "raw"
     return hashlib.sha256(template.encode()).hexdigest()
-
-
-def _publish(partial: Path, target: Path) -> None:
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

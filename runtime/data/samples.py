@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -11,6 +12,7 @@ from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
 
 Finish = Literal["stop", "length"]
+_PROMPT_ID = re.compile(r"([0-9]+):([0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,9 +27,15 @@ class PromptId:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``0:17``; ValueError if it is anything else."""
-        pass_, _, index = text.partition(":")
-        return cls(int(pass_), int(index))
+        """Read ``0:17``.
+
+        Raises:
+            ValueError: if the text is anything else.
+        """
+        match = _PROMPT_ID.fullmatch(text)
+        if match is None:
+            raise ValueError(f"not a prompt id: {text!r} (expected <pass>:<row>)")
+        return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +151,7 @@ def validate_sample(sample: Sample, *, epoch: int, vocab_size: int) -> None:
     Raises:
         ContractViolation: on an empty response, lengths that disagree, spans with gaps, overlaps or
             decreasing policies, a foreign epoch, a token outside the vocabulary, a log-prob that is
-            not finite or above zero.
+            not finite or above zero, a mask of anything but 0 and 1, a response that is not whole.
     """
     n = len(sample.token_ids)
     problems: list[str] = []
@@ -153,10 +161,17 @@ def validate_sample(sample: Sample, *, epoch: int, vocab_size: int) -> None:
         problems.append(f"{len(sample.logprobs)} log-probs for {n} tokens")
     if sample.loss_mask is not None and len(sample.loss_mask) != n:
         problems.append(f"loss mask of {len(sample.loss_mask)} for {n} tokens")
-    if any(not 0 <= t < vocab_size for t in sample.token_ids):
-        problems.append(f"a token id outside [0, {vocab_size})")
-    if any(not math.isfinite(x) or x > 1e-6 for x in sample.logprobs):
+    # Whole-tuple operations: this runs over every token that was ever generated.
+    if not {int}.issuperset(map(type, sample.token_ids)) or (
+        n and not 0 <= min(sample.token_ids) <= max(sample.token_ids) < vocab_size
+    ):
+        problems.append(f"a token id that is no integer in [0, {vocab_size})")
+    if not math.isfinite(sum(sample.logprobs)) or max(sample.logprobs, default=0.0) > 1e-6:
         problems.append("a log-prob that is not finite or above 0")
+    if sample.loss_mask is not None and not {0, 1}.issuperset(sample.loss_mask):
+        problems.append("a loss mask with other values than 0 and 1")
+    if sample.finish not in ("stop", "length"):
+        problems.append(f"finish {sample.finish!r}: only stop and length are whole responses")
     problems += _span_problems(sample, n, epoch)
     if problems:
         raise ContractViolation(

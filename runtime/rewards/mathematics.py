@@ -33,10 +33,9 @@ def math_answer(response: str, answer: Answer, metadata: Metadata) -> float:
     if answer is None or not (gold := _reference(answer)):
         raise ValueError(f"math cannot read the reference answer {answer!r}")
     found = _parse(response)
-    # No `not found` shortcut hides an error: an empty list means nothing was there to compare.
-    return (
-        float(check(list(gold), found, timeout_seconds=None, raise_on_error=True)) if found else 0.0
-    )
+    if not found:
+        return 0.0
+    return float(check(list(gold), found, timeout_seconds=None, raise_on_error=True))
 
 
 @lru_cache(maxsize=256)

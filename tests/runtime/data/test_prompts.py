@@ -7,7 +7,7 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.data.frozen import ROWS_PER_GROUP
@@ -21,6 +21,7 @@ from runtime.data.prompts import (
 from runtime.data.rows import count_rows
 from runtime.data.samples import PromptId
 from runtime.errors import ConfigError, ContractViolation, PartialWrite
+from tests.runtime.data.sample_strategies import examples
 
 
 class ByteTokenizer:
@@ -103,7 +104,7 @@ PROMPT_ROWS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(rows=st.lists(PROMPT_ROWS, min_size=1, max_size=20), repeats=st.integers(1, 30))
 def test_every_row_comes_back_at_its_index(tmp_path_factory, rows, repeats):
     tmp_path = tmp_path_factory.mktemp("rows")
@@ -260,7 +261,7 @@ def test_a_copy_without_its_facts_does_not_count_and_is_written_again(tmp_path):
     assert frozen(tmp_path, [{"prompt": "a"}]) == facts
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_damage_to_the_frozen_copy_never_goes_unseen(tmp_path_factory, data):
     tmp_path = tmp_path_factory.mktemp("damage")

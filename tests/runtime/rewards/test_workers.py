@@ -121,7 +121,7 @@ class Calls:
     async def seen(self, response):
         """Wait until another process has noted this call; nothing but its file can say so."""
         with anyio.fail_after(30):
-            while self.responses != [response]:
+            while self.responses != [response]:  # noqa: ASYNC110 - no event crosses processes
                 await anyio.sleep(0.01)
 
     @property

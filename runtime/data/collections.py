@@ -1,0 +1,231 @@
+"""Collections as files, one row a sample, and as what the trainer is given."""
+
+# pyarrow ships no types: what comes out of it is Unknown, here and nowhere else.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from runtime.data.frozen import publish_file
+from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
+from runtime.errors import ContractViolation, PartialWrite
+from runtime.policy import PolicyId
+from runtime.rundir.atomic import disk_full_as_error, point
+from runtime.trainer import protocol as trainer
+
+_KEY = b"milepost"
+_SCHEMA = pa.schema(
+    [
+        # Whose sample it is. Prompt columns repeat within a group; compression makes that cheap.
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("pass", pa.int32(), nullable=False),
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("answer", pa.string()),
+        pa.field("verifier", pa.string(), nullable=False),
+        pa.field("metadata", pa.string(), nullable=False),
+        # What came back.
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("finish", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float64()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.int8())),
+        # Policies as they are written everywhere (e3.u55), spans by their ends.
+        pa.field("prefill", pa.string(), nullable=False),
+        pa.field("span_ends", pa.list_(pa.int32()), nullable=False),
+        pa.field("span_policies", pa.list_(pa.string()), nullable=False),
+    ]
+)
+
+
+class CollectionFacts(BaseModel):
+    """What the file says of the collection as a whole; stored in its footer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    id: int
+    taken_at: str
+    """Policy id."""
+    num_groups: int
+    num_samples: int
+
+
+def write_collection(path: Path, collection: Collection) -> None:
+    """Write one collection; the file appears whole, a file of the same name is replaced.
+
+    Raises:
+        ContractViolation: if a group is empty, or spans do not begin where the last one ended.
+        DiskFull: if there was no space.
+    """
+    rows = [
+        _row(g, s, group, sample)
+        for g, group in enumerate(collection.groups)
+        for s, sample in enumerate(group.samples)
+    ]
+    if any(not group.samples for group in collection.groups):
+        raise ContractViolation(f"collection {collection.id} holds a group without samples")
+    facts = CollectionFacts(
+        id=collection.id,
+        taken_at=str(collection.taken_at),
+        num_groups=len(collection.groups),
+        num_samples=len(rows),
+    )
+    table = pa.Table.from_pylist(
+        rows, schema=_SCHEMA.with_metadata({_KEY: facts.model_dump_json().encode()})
+    )
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with disk_full_as_error(path):
+            point("write", partial)
+            pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
+            publish_file(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_collection(path: Path) -> Collection:
+    """Read what ``write_collection`` wrote; equal to it in every field.
+
+    Raises:
+        PartialWrite: if the file is missing, cut off, damaged, or of an unknown schema.
+    """
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        facts = CollectionFacts.model_validate_json((table.schema.metadata or {})[_KEY])
+        groups = tuple(_groups(table.to_pylist()))
+        collection = Collection(id=facts.id, groups=groups, taken_at=PolicyId.parse(facts.taken_at))
+    # Damage shows up anywhere between the footer and the last field.
+    except (OSError, pa.ArrowException, ValidationError, ValueError, KeyError, TypeError) as exc:
+        raise PartialWrite(
+            f"collection file {path} cannot be read: {type(exc).__name__}: {exc}", path=str(path)
+        ) from exc
+    if (len(groups), table.num_rows) != (facts.num_groups, facts.num_samples):
+        raise PartialWrite(
+            f"collection file {path} holds {len(groups)} groups of {table.num_rows} samples, "
+            f"its footer says {facts.num_groups} of {facts.num_samples}",
+            path=str(path),
+        )
+    return collection
+
+
+def to_sequences(
+    collection: Collection, advantages: Sequence[Sequence[float]]
+) -> tuple[trainer.Sequence, ...]:
+    """The samples as the trainer sees them, siblings side by side, in the order of the groups.
+
+    Args:
+        collection: with rewards, or without any (OPD); then every group counts as equal.
+        advantages: one for each sample, group by group.
+
+    Raises:
+        ContractViolation: if the advantages do not fit, or only some samples have rewards.
+    """
+    if [len(a) for a in advantages] != [len(g.samples) for g in collection.groups]:
+        raise ContractViolation(
+            f"collection {collection.id}: advantages of {[len(a) for a in advantages]} samples "
+            f"for groups of {[len(g.samples) for g in collection.groups]}"
+        )
+    return tuple(
+        _sequence(g, group, sample, advantage)
+        for g, (group, of_group) in enumerate(zip(collection.groups, advantages, strict=True))
+        for sample, advantage in zip(group.samples, of_group, strict=True)
+    )
+
+
+def _sequence(position: int, group: Group, sample: Sample, advantage: float) -> trainer.Sequence:
+    num_tokens = len(sample.token_ids)
+    mask = (1.0,) * num_tokens if sample.loss_mask is None else sample.loss_mask
+    is_unrewarded = all(s.reward is None for s in group.samples)
+    return trainer.Sequence(
+        tokens=np.asarray(group.prompt.token_ids + sample.token_ids, np.int32),
+        prompt_len=len(group.prompt.token_ids),
+        logprobs=np.asarray(sample.logprobs, np.float32),
+        mask=np.asarray(mask, np.float32),
+        advantage=advantage,
+        span_ends=np.asarray([span.end for span in sample.spans], np.int32),
+        span_updates=np.asarray([span.policy.update for span in sample.spans], np.int32),
+        prefill_update=sample.prefill.update,
+        group=position,
+        is_equal=is_unrewarded or group.is_equal,
+    )
+
+
+def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, Any]:
+    starts = [0, *(span.end for span in sample.spans)][:-1]
+    if [span.start for span in sample.spans] != starts:
+        raise ContractViolation(
+            f"group {group.prompt.id}, sample {number}: spans with gaps or overlaps"
+        )
+    prompt = group.prompt
+    return {
+        "group": position,
+        "sample": number,
+        "attempt": group.attempt,
+        "pass": prompt.id.pass_,
+        "index": prompt.id.index,
+        "prompt": prompt.text,
+        "prompt_ids": prompt.token_ids,
+        "answer": prompt.answer,
+        "verifier": prompt.verifier,
+        "metadata": json.dumps(dict(prompt.metadata)),
+        "text": sample.text,
+        "reward": sample.reward,
+        "finish": sample.finish,
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "loss_mask": sample.loss_mask,
+        "prefill": str(sample.prefill),
+        "span_ends": [span.end for span in sample.spans],
+        "span_policies": [str(span.policy) for span in sample.spans],
+    }
+
+
+def _groups(rows: list[dict[str, Any]]) -> Iterator[Group]:
+    for _, of_group in groupby(rows, key=lambda row: row["group"]):
+        samples = list(of_group)
+        first = samples[0]
+        yield Group(
+            prompt=Prompt(
+                id=PromptId(first["pass"], first["index"]),
+                token_ids=tuple(first["prompt_ids"]),
+                text=first["prompt"],
+                answer=first["answer"],
+                verifier=first["verifier"],
+                metadata=json.loads(first["metadata"]),
+            ),
+            attempt=first["attempt"],
+            samples=tuple(_sample(row) for row in samples),
+        )
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    ends: list[int] = row["span_ends"]
+    policies = map(PolicyId.parse, row["span_policies"])
+    spans = zip([0, *ends][:-1], ends, policies, strict=True)
+    return Sample(
+        token_ids=tuple(row["token_ids"]),
+        logprobs=tuple(row["logprobs"]),
+        spans=tuple(Span(*span) for span in spans),
+        prefill=PolicyId.parse(row["prefill"]),
+        finish=row["finish"],
+        text=row["text"],
+        reward=row["reward"],
+        loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
+    )
