@@ -9,6 +9,7 @@ superseded too.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -259,11 +260,14 @@ def read_rows(path: Path, name: str) -> RowFile:
 
 
 def number(row: Row, key: str) -> float | None:
-    """The number under ``key``; None where it is absent, null or something else."""
+    """The finite number under ``key``; None where it is absent, null or something else."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def mapping(row: Row, key: str) -> Row:

@@ -162,6 +162,11 @@ class EvaluationReceipt:
         """The evaluation's key."""
         return self.request.key
 
+    @property
+    def next_try(self) -> int:
+        """Number of the try that may be claimed next."""
+        return len(self.tries)
+
 
 def write_request(folder: Path, request: Request) -> Request:
     """Ask for an evaluation; asking again for the same thing returns the first request.
@@ -179,27 +184,43 @@ def write_request(folder: Path, request: Request) -> Request:
     return standing
 
 
-def claim_try(folder: Path, *, by: str, time: float) -> tuple[int, Submission] | None:
-    """Claim the next try, before submitting it.
+def claim_try(
+    folder: Path, *, by: str, time: float, number: int | None = None
+) -> tuple[int, Submission] | None:
+    """Claim a try, before submitting it.
+
+    Args:
+        folder: ``evaluations/<policy>/<set>``.
+        by: who submits.
+        time: wall seconds.
+        number: ``next_try`` of the receipt that led here: two submitters who saw the same receipt
+            claim the same try, and one of them gets it. None takes the next free one, which only
+            the session may do: it is the only one of its run.
 
     Returns:
-        Its number (from 0) and claim; None where another submitter was first.
+        Its number and the claim; None where another submitter was first, or the try ended already.
 
     Raises:
         FileNotFoundError: if nothing was requested here.
+        ValueError: if the tries before it were never made.
     """
     request = _read(folder / "request.json", Request)
     if request is None:
         raise FileNotFoundError(f"no request in {folder}")
-    number = len(_tries(folder))
-    claim = Submission(time=time, key=f"{request.key}#{number}", by=by)
-    path = folder / "tries" / str(number) / "submission.json"
+    tries = _tries(folder)
+    wanted = len(tries) if number is None else number
+    if wanted > len(tries):
+        raise ValueError(f"try {wanted} of {request.key} after only {len(tries)}")
+    if wanted < len(tries) and tries[wanted].result is not None:
+        return None
+    claim = Submission(time=time, key=f"{request.key}#{wanted}", by=by)
+    path = folder / "tries" / str(wanted) / "submission.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         atomic.write_new(path, _encode(claim))
     except FileExistsError:
         return None
-    return number, claim
+    return wanted, claim
 
 
 def start_try(folder: Path, number: int, started: Started) -> Started:

@@ -111,6 +111,7 @@ class Event(StrEnum):
     )
     VERIFIER_FAILED = "verifier.failed", "A verifier crashed, hung or returned no number."
     VERIFIER_RESTARTED = "verifier.restarted", "A verifier worker was killed and started again."
+    VERIFIER_UNREAPED = "verifier.unreaped", "A killed worker has not gone yet; it is left behind."
     LEDGER_VIOLATED = "ledger.violated", "A prompt is in no state or in two; the run ends."
 
     # Engines, publication
@@ -121,6 +122,8 @@ class Event(StrEnum):
     ENGINE_DIED = "engine.died", "The engine is gone; its groups are requeued."
     ENGINE_DECODER_FAILED = "engine.decoder_failed", "The embedded decoder raised; the engine ends."
     ENGINE_RESTARTED = "engine.restarted", "A slot has a new incarnation."
+    ENGINE_STOPPED = "engine.stopped", "The embedded server closed its door and left."
+    ENGINE_REQUEST_FAILED = "engine.request_failed", "A request raised inside the embedded server."
     ENGINE_RETIRED = "engine.retired", "A slot used up its restarts, or the run is ending."
     PUBLICATION_STARTED = "publication.started", "Weights of the named policy go to the engines."
     PUBLICATION_COMMITTED = "publication.committed", "At least one engine was verified at it."
@@ -132,6 +135,10 @@ class Event(StrEnum):
         "A decision record could not be written; the publication itself stands.",
     )
     PUBLICATION_FAILED = "publication.failed", "No engine was verified; the old policy stays."
+    PUBLICATION_GROUP_LEFT_BEHIND = (
+        "publication.group_left_behind",
+        "A broken collective group could not be destroyed; a new one takes its place.",
+    )
     GENERATION_PAUSED = "generation.paused", "Engines stopped decoding for a swap."
     GENERATION_RESUMED = "generation.resumed", "Engines decode again."
 

@@ -181,7 +181,7 @@ def _add_process_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDic
 
 def _masked_json(logger: WrappedLogger, method: str, event: EventDict) -> str:
     line = _render(logger, method, event)
-    return _Process.masker.mask(line if isinstance(line, str) else line.decode())
+    return _Process.masker.mask_line(line if isinstance(line, str) else line.decode())
 
 
 def _open(path: Path) -> int | None:

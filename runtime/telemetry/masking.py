@@ -34,8 +34,9 @@ _SHAPES = (
     r"\bwandb_v1_[A-Za-z0-9_\-]{20,}",
     r"\blocal-[0-9a-f]{40}\b",
     r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=\")|$)",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^\"\\]|\\.)*?(?:-----END [A-Z ]*-----|(?=\")|$)",
 )
+_ESCAPE = r"(?P<escape>\\(?:u[0-9a-f]{4}|.))"
 _BEARER = r"(?P<scheme>\b(?:[Bb]earer|[Bb]asic) )[A-Za-z0-9._~+/=\-]{12,}"
 _USERINFO = r"(?P<user>\b[a-z][a-z0-9+.\-]*://[^\s/@:\"]*:)[^\s/@\"]+(?=@)"
 
@@ -55,19 +56,30 @@ class Masker:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         env = os.environ if environment is None else environment
-        known: set[str] = set()
-        for name, value in env.items():
-            if is_secret_name(name) and len(value) >= 8:
-                known.add(re.escape(value))
-                known.add(re.escape(json.dumps(value)[1:-1]))
-        literal = sorted(known, key=len, reverse=True)
-        self._pattern = re.compile("|".join([_NAMED_VALUE, _BEARER, _USERINFO, *literal, *_SHAPES]))
+        known = sorted(
+            {v for name, v in env.items() if is_secret_name(name) and len(v) >= 8},
+            key=len,
+            reverse=True,
+        )
+        self._plain = _pattern([re.escape(v) for v in known])
+        # Escapes are stepped over whole: no match begins inside one, the line stays JSON.
+        self._line = _pattern([*(re.escape(json.dumps(v)[1:-1]) for v in known), _ESCAPE])
 
     def mask(self, text: str) -> str:
-        """``text`` (plain, or a JSON line) without its secrets."""
-        return self._pattern.sub(_keep_lead, text)
+        """Plain ``text`` without its secrets."""
+        return self._plain.sub(_keep_lead, text)
+
+    def mask_line(self, line: str) -> str:
+        """A line of JSON (ASCII only) without its secrets; still JSON."""
+        return self._line.sub(_keep_lead, line)
+
+
+def _pattern(first: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join([*first, _NAMED_VALUE, _BEARER, _USERINFO, *_SHAPES]))
 
 
 def _keep_lead(match: re.Match[str]) -> str:
     groups = match.groupdict()
+    if groups.get("escape"):
+        return match[0]
     return (groups["name"] or groups["scheme"] or groups["user"] or "") + MASK

@@ -58,6 +58,11 @@ class Recorder:
             self._occupancy_rows, snapshot, clock=self._clock, interval_s=interval_s
         )
 
+    @property
+    def tracking_sent(self) -> int:
+        """Rows W&B took so far; 0 without it."""
+        return 0 if self._wandb is None else self._wandb.sent
+
     def flush(self) -> None:
         """Write all rows now; blocks on the disk."""
         self._flusher.flush()

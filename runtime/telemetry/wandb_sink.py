@@ -155,6 +155,9 @@ class WandbSink:
                 raise
             self.mode = "offline"
             _log.warning(Event.TRACKING_FELL_BACK, reason=_short(error), mode=self.mode)
+            # The service holds on to the id of the failed start: a new one is needed.
+            _end_service()
+            _teardown()
             run = self._init(self.mode)
         for axis in Axis:
             run.define_metric(axis.value)
@@ -311,6 +314,7 @@ def _end_service() -> None:
                 words = child.cmdline()
                 if words and "wandb-core" in words[0] and str(me) in words:
                     child.kill()
+                    child.wait(2.0)
 
 
 def _teardown() -> None:

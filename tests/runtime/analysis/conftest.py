@@ -7,6 +7,8 @@ import math
 import random
 from pathlib import Path
 
+import pytest
+
 from runtime.clock import ManualClock
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
@@ -178,3 +180,8 @@ class SyntheticRun:
         }
         (self.root / "workflow.json").write_text(json.dumps(record | fields))
         (self.root / "plan.json").write_text(json.dumps({"schema_version": 1, "name": "x"}))
+
+
+@pytest.fixture(scope="session")
+def synthetic_run() -> type[SyntheticRun]:
+    return SyntheticRun
