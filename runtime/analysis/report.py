@@ -70,8 +70,7 @@ def render(root: Path, *, written_at: float) -> str:
     return template.render(
         name=_name(workflow, plan, root),
         workflow=workflow,
-        written=_utc(written_at),
-        heartbeat=_heartbeat(workflow, written_at),
+        facts=facts(workflow, plan, written_at),
         tiles=tiles(workflow, train, rollout, evaluations),
         evidence=evidence(workflow),
         outstanding=[str(item) for item in _list(workflow.get("outstanding"))],
@@ -218,6 +217,25 @@ def time_charts(run: RunFiles, train: Sequence[Point], timing: Sequence[Row]) ->
     ]
 
 
+def facts(workflow: Row, plan: Row, written_at: float) -> list[str]:
+    """The line under the name."""
+    found = [
+        f"{key} {value:.0f}" for key in ("attempt", "epoch") if (value := number(workflow, key))
+    ]
+    if (ended_by := workflow.get("ended_by")) is not None:
+        found.append(f"ended by {ended_by}")
+    topology = mapping(plan, "topology")
+    requested = (number(topology, "replicas") or 0) * (number(topology, "gpus_per_replica") or 0)
+    if requested:
+        active = requested - (number(topology, "idle_gpus") or 0)
+        found.append(
+            f"GPUs: {requested:.0f} requested, {active:.0f} active, allocated not recorded"
+        )
+    found.append(_heartbeat(workflow, written_at))
+    found.append(f"written {_utc(written_at)}")
+    return found
+
+
 def tiles(
     workflow: Row, train: Sequence[Point], rollout: Sequence[Point], evaluations: Sequence[Point]
 ) -> list[tuple[str, str, str]]:
@@ -301,11 +319,16 @@ def _name(workflow: Row, plan: Row, root: Path) -> str:
     return root.name
 
 
-def _heartbeat(workflow: Row, now: float) -> str | None:
+def _heartbeat(workflow: Row, now: float) -> str:
     at = number(mapping(workflow, "heartbeat"), "time")
     if at is None:
-        return None
-    return f"{_utc(at)}, {max(0.0, now - at):,.0f} s before this page was written"
+        return "no heartbeat recorded"
+    age = max(0.0, now - at)
+    unit, size = next(((u, n) for u, n in _AGES if age >= 2 * n), ("s", 1.0))
+    return f"last heartbeat {_utc(at)} ({age / size:,.0f} {unit} before)"
+
+
+_AGES = (("days", 86_400.0), ("hours", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def _utc(seconds: float) -> str:

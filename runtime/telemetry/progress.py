@@ -79,7 +79,8 @@ def describe(workflow: Mapping[str, object]) -> str:
     """``update 57/200 · reward 0.412 · 3,100 tokens/s · staleness 1.2 · training``.
 
     Args:
-        workflow: ``workflow.json``; ``detail`` gives ``reward``, ``tokens_per_s``, ``staleness``.
+        workflow: ``workflow.json``; its ``detail`` gives ``reward_mean``, ``tokens_per_s`` and
+            ``staleness_mean`` of the newest collection.
     """
     parts: list[str] = []
     done = _number(workflow, "update")
@@ -98,9 +99,9 @@ def describe(workflow: Mapping[str, object]) -> str:
 
 
 _FIGURES = {
-    "reward": "reward {:.3f}",
+    "reward_mean": "reward {:.3f}",
     "tokens_per_s": "{:,.0f} tokens/s",
-    "staleness": "staleness {:.1f}",
+    "staleness_mean": "staleness {:.1f}",
 }
 
 

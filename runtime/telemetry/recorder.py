@@ -35,7 +35,7 @@ class Recorder:
         self._occupancy_rows = self.open_rows(root / "pipeline_occupancy.jsonl")
         self.timing = StageTimer(self.open_rows(root / "driver_timing.jsonl"), clock=clock)
         self.lifecycle = LifecycleLog(self.open_rows(root / "pipeline_lifecycle.jsonl"))
-        self.contracts = ContractLog(root / "contracts", self.open_rows)
+        self.contracts = ContractLog(root / "contracts", self.open_rows, sink=self._wandb)
         sinks: list[TrackingSink] = [LocalSink(self.open_rows(root / "metrics.jsonl"))]
         if self._wandb is not None:
             sinks.append(self._wandb)

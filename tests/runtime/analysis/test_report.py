@@ -189,6 +189,12 @@ def test_a_failed_run_shows_the_failure_and_the_next_look(
     assert "<script>alert(1)" not in text
 
 
+def test_gpus_are_told_apart(tmp_path: Path) -> None:
+    topology = {"replicas": 2, "gpus_per_replica": 8, "idle_gpus": 3}
+    (tmp_path / "plan.json").write_text(json.dumps({"name": "x", "topology": topology}))
+    assert "GPUs: 16 requested, 13 active" in page(tmp_path).text
+
+
 def test_an_empty_root_gives_a_page_that_names_every_missing_file(tmp_path: Path) -> None:
     found = page(tmp_path)
     for name in (

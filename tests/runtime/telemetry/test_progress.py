@@ -14,7 +14,7 @@ WORKFLOW = {
     "update": 57,
     "step": "segment/60",
     "expected": {"updates": 200},
-    "detail": {"reward": 0.4123, "tokens_per_s": 3100.2, "staleness": 1.25},
+    "detail": {"reward_mean": 0.4123, "tokens_per_s": 3100.2, "staleness_mean": 1.25},
     "failure": None,
 }
 

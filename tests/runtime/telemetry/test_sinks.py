@@ -175,6 +175,25 @@ def test_a_violated_contract_is_on_disk_before_anything_else_happens(tmp_path: P
         contracts.write("../x", update=1, holds=True, values={})
 
 
+def test_the_numbers_of_contracts_reach_the_tracking_sink_too(tmp_path: Path) -> None:
+    sink = local(tmp_path)
+    contracts = ContractLog(
+        tmp_path / "contracts",
+        lambda path: RowWriter(path, OWNER, clock=ManualClock()),
+        sink=sink,
+    )
+    contracts.write(
+        "optimizer", update=3, holds=True, values={"policy_loss": 0.0, "norm": None, "word": "x"}
+    )
+    sink.finish()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["axis"], row["step"]) == ("train/update", 3)
+    assert row["values"] == {
+        "contracts/optimizer/policy_loss": 0.0,
+        "contracts/optimizer/holds": 1.0,
+    }
+
+
 def test_lifecycle_rows_keep_event_and_update(tmp_path: Path) -> None:
     rows = RowWriter(tmp_path / "l.jsonl", OWNER, clock=ManualClock())
     LifecycleLog(rows).record(Event.ENGINE_DIED, slot=1, update=None)
