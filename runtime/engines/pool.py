@@ -187,6 +187,7 @@ class EnginePool:
     def joined(self, address: EngineAddress, info: EngineInfo, client: EngineClient) -> None:
         """A new incarnation answers: the slot is stale until a publication verified it."""
         slot = self._slots[address.slot]
+        self._allow(slot, SlotState.STALE, "")
         slot.address, slot.info, slot.client = address, info, client
         slot.policy, slot.route, slot.active = None, None, 0
         self._move(slot, SlotState.STALE, "")
@@ -370,16 +371,19 @@ class EnginePool:
         slot.active = 0
 
     def _move(self, slot: _Slot, state: SlotState, reason: str) -> None:
-        if state not in TRANSITIONS[slot.state]:
-            raise ContractViolation(
-                f"engine slot {slot.slot} cannot go from {slot.state} to {state} ({reason})",
-                slot=slot.slot,
-            )
+        self._allow(slot, state, reason)
         before, slot.state, slot.reason = slot.state, state, reason
         slot.since = self._clock.monotonic()
         event = _EVENTS.get((before, state), _FINAL.get(state))
         if event is not None:
             self._tell(event, slot, reason)
+
+    def _allow(self, slot: _Slot, state: SlotState, reason: str) -> None:
+        if state not in TRANSITIONS[slot.state]:
+            raise ContractViolation(
+                f"engine slot {slot.slot} cannot go from {slot.state} to {state} ({reason})",
+                slot=slot.slot,
+            )
 
     def _tell(self, event: Event, slot: _Slot, reason: str) -> None:
         fields: Mapping[str, object] = {
