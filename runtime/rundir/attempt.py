@@ -52,6 +52,16 @@ class Claim(_File):
     """Over the whole resolved run file."""
     training_digest: str
     time: float
+    nonce: str
+    """Tells two claims of one process apart."""
+
+
+class Started(_File):
+    """The guard's process, as its local launcher saw it start."""
+
+    pid: int
+    started: float | None
+    """Seconds since boot; None if it was gone at once."""
 
 
 class AttemptFile(_File):
@@ -89,6 +99,8 @@ class GuardFile(_File):
     """What the guard tells the processes of its epoch."""
 
     epoch: int
+    host: str
+    boot_id: str
     pid: int
     started: float
     fifo: str

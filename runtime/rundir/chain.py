@@ -14,7 +14,14 @@ from runtime.errors import ContractViolation, FencedError, StoreError
 from runtime.rundir import atomic
 from runtime.rundir.history import newest_epoch
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import ChainUnreadable, EpochRecord, Record, decode, encode
+from runtime.rundir.records import (
+    ChainUnreadable,
+    CommitRecord,
+    EpochRecord,
+    Record,
+    decode,
+    encode,
+)
 
 _NAME = re.compile(r"(0|[1-9]\d*)\.json")
 _R = TypeVar("_R", bound=Record)
@@ -96,6 +103,36 @@ class Chain:
             raise StoreError(f"cannot append {name}: {error}", record=str(name)) from error
         self._records.append(placed)
         return placed
+
+    def retake(self, restored: CommitRecord, *, reason: str, time: float) -> EpochRecord:
+        """Begin another epoch of the same owner, restoring an older commit than its epoch named.
+
+        The session does so when the commit its guard chose turns out to be damaged: only an epoch
+        record takes later commits out of history.
+
+        Args:
+            restored: the commit that is restored instead.
+            reason: what is wrong with the newer ones.
+            time: seconds since the Unix epoch.
+
+        Raises:
+            FencedError: if a newer owner exists.
+        """
+        own = newest_epoch(self._records)
+        if own is None:
+            raise ContractViolation("there is no epoch to take again")
+        return self.append(
+            own.model_copy(
+                update={
+                    "epoch": own.epoch + 1,
+                    "time": time,
+                    "reason": reason,
+                    "restored": restored.policy,
+                    "restored_seq": restored.seq,
+                    "lease_s": None,
+                }
+            )
+        )
 
     def check(self, epoch: int) -> tuple[Record, ...]:
         """Read the chain and make sure that ``epoch`` is still the newest.

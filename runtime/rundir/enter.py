@@ -13,14 +13,21 @@ import sys
 import time
 from pathlib import Path
 
+EPOCH_VARIABLE = "MILEPOST_EPOCH"
+"""Set for the session and thereby for its descendants: the epoch they belong to."""
+
 _STATE, _STARTTIME = 0, 19
 """Fields of /proc/<pid>/stat after the name."""
 
 
 def boot_id() -> str:
-    """Names the running kernel's boot, so that pids of an earlier one are never taken for ours."""
+    """Names the space in which a pid means something: this boot of the kernel, this pid namespace.
+
+    Two containers of one host may share its name and its boot, but not their pids.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}.{Path('/proc/self/ns/pid').stat().st_ino:x}"
     except OSError:
         import psutil
 
@@ -52,9 +59,15 @@ def started(pid: int) -> float | None:
     return int(fields[_STARTTIME]) / os.sysconf("SC_CLK_TCK")
 
 
-def row(role: str, pid: int) -> bytes:
+def own_epoch() -> int:
+    """The epoch this process belongs to; 0 where none was said."""
+    return int(os.environ.get(EPOCH_VARIABLE, "0"))
+
+
+def row(role: str, pid: int, epoch: int) -> bytes:
     """The registry's row for a live process of this host."""
     fields = {
+        "epoch": epoch,
         "pid": pid,
         "started": started(pid),
         "boot_id": boot_id(),
@@ -65,15 +78,15 @@ def row(role: str, pid: int) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def enter(registry: str, role: str, pid: int) -> None:
+def enter(registry: str, role: str, pid: int, epoch: int) -> None:
     """Append the row of a process in one write."""
     fd = os.open(registry, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, row(role, pid))
+        os.write(fd, row(role, pid, epoch))
     finally:
         os.close(fd)
 
 
 if __name__ == "__main__":
-    enter(sys.argv[1], sys.argv[2], os.getpid())
+    enter(sys.argv[1], sys.argv[2], os.getpid(), own_epoch())
     os.execvp(sys.argv[3], sys.argv[3:])

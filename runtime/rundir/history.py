@@ -133,6 +133,7 @@ def is_deterministic(records: Records, fingerprint: str) -> bool:
     return failures_since_commit(records)[fingerprint] >= 2
 
 
-def epochs_since_commit(records: Records) -> int:
-    """Epochs begun since the newest commit; the bound of blind restarts counts these."""
-    return sum(isinstance(record, EpochRecord) for record in since_commit(records))
+def restarts_since_commit(records: Records) -> int:
+    """Epochs begun since the newest commit, the very first start aside."""
+    begun = sum(isinstance(record, EpochRecord) for record in since_commit(records))
+    return begun if newest_commit(records) else max(0, begun - 1)

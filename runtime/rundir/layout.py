@@ -206,6 +206,11 @@ class AttemptDir:
         return self.path / "claim.json"
 
     @property
+    def started(self) -> Path:
+        """The guard's process, written by a local launcher."""
+        return self.path / "started.json"
+
+    @property
     def attempt(self) -> Path:
         """What the guard is to do."""
         return self.path / "attempt.json"
@@ -253,3 +258,12 @@ class AttemptDir:
     def epoch(self, epoch: int) -> Path:
         """The folder of one epoch within the attempt (``head.json`` of the rendezvous)."""
         return self.path / f"e{epoch}"
+
+
+def evaluation_result(folder: Path) -> Path | None:
+    """The result of an evaluation: of the shared run, or of the newest try of a background one."""
+    direct = folder / "result.json"
+    if direct.exists():
+        return direct
+    tries = [p for p in folder.glob("tries/*/result.json") if p.parent.name.isdecimal()]
+    return max(tries, key=lambda p: int(p.parent.name), default=None)

@@ -18,6 +18,7 @@ from runtime.errors import OwnedError
 from runtime.rundir.history import newest_epoch
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.liveness import Mark, Watch
+from runtime.rundir.processes import HostBoot, is_alive
 from runtime.rundir.records import Record
 
 LOCAL_LEASE_S = 30.0
@@ -54,6 +55,11 @@ class LeaseWatch:
     def age_s(self) -> float:
         """Seconds since the last successful refresh, at most."""
         return self._age.age_s
+
+    @property
+    def is_doubted(self) -> bool:
+        """One look found it lost; the next decides."""
+        return self._away_since is not None or self._age.is_suspect
 
     def lost(self) -> str | None:
         """Look once; why the lease is lost, or None while it is held as far as one can tell."""
@@ -121,7 +127,7 @@ class RunLease:
             raise RuntimeError("the lease is not held")
         return mark.identity
 
-    def acquire(self, records: Sequence[Record] = ()) -> None:
+    def acquire(self, records: Sequence[Record] = (), here: HostBoot | None = None) -> None:
         """Become the one who may try.
 
         A dead owner's lease on this host is taken at once, one that nobody refreshes after a whole
@@ -129,6 +135,7 @@ class RunLease:
 
         Args:
             records: the chain, to name the owner in the refusal.
+            here: this host and boot, to know a dead owner that nobody has collected (a zombie).
 
         Raises:
             OwnedError: if another process owns the run.
@@ -145,6 +152,9 @@ class RunLease:
             except LeaseSettingsMismatch as error:
                 raise self._owned(records, str(error)) from error
             if mark is not None:
+                if self._owner_is_dead(records, here):
+                    self._path.unlink(missing_ok=True)
+                    continue
                 first = first or mark
                 if mark != first:
                     raise self._owned(records, "its lease was refreshed just now")
@@ -170,10 +180,26 @@ class RunLease:
             return f"compromised: {self._compromise.reason}"
         return self._watch.lost() if self._watch else "not held"
 
+    def confirm(self) -> str | None:
+        """As ``lost``, but a doubt is settled here and now, by waiting for the second look."""
+        reason = self.lost()
+        if reason is None and self._watch is not None and self._watch.is_doubted:
+            time.sleep(again_s(self._duration_s))
+            reason = self.lost()
+        return reason
+
     def release(self) -> None:
         """Give the lease back; the marker goes if it is still ours. Idempotent."""
         self._watch = None
         self._lock.release()
+
+    def _owner_is_dead(self, records: Sequence[Record], here: HostBoot | None) -> bool:
+        # filelock takes a zombie for alive: in a container nobody may ever collect it.
+        epoch, owner = newest_epoch(records), self._lock.owner
+        if epoch is None or owner is None or owner.pid != epoch.pid:
+            return False
+        is_here = HostBoot(epoch.host, epoch.boot_id) == here
+        return is_here and not is_alive(epoch.pid, epoch.started)
 
     def _on_compromise(self, compromise: LeaseCompromise) -> None:
         self._compromise = compromise

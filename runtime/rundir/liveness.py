@@ -63,6 +63,11 @@ class Watch:
         """Seconds for which the stamp is known to stand still; 0 before the first look."""
         return 0.0 if self._looked_at is None else self._clock.monotonic() - self._changed_at
 
+    @property
+    def is_suspect(self) -> bool:
+        """One look found the limit passed; the next decides."""
+        return self._suspect_since is not None
+
     def has_lapsed(self, stamp: object) -> bool:
         """Look: True once two looks, ``again_s`` apart, found the stamp older than the limit."""
         now = self._clock.monotonic()

@@ -52,6 +52,8 @@ class ProcessEntry(BaseModel):
     host: str
     role: str
     time: float
+    epoch: int = 0
+    """The epoch it belongs to; 0 counts as older than any."""
 
     @property
     def where(self) -> HostBoot:
@@ -71,9 +73,10 @@ class ProcessRegistry:
         flags = ["-I", "-S"] if Path("/proc/self/stat").exists() else ["-I"]
         return [sys.executable, *flags, enter.__file__, str(self._path), role, *argv]
 
-    def enter(self, role: str, pid: int | None = None) -> None:
+    def enter(self, role: str, pid: int | None = None, epoch: int | None = None) -> None:
         """Enter a process that somebody else started (a Ray actor enters itself)."""
-        enter.enter(str(self._path), role, os.getpid() if pid is None else pid)
+        of = os.getpid() if pid is None else pid
+        enter.enter(str(self._path), role, of, enter.own_epoch() if epoch is None else epoch)
 
     def entries(self) -> list[ProcessEntry]:
         """All rows in order; torn ones are left out, a missing file has none."""
@@ -98,31 +101,32 @@ def reap(
     root: RunRoot,
     *,
     here: HostBoot,
-    attempts: Iterable[int] | None = None,
+    up_to_epoch: int,
     keep: Iterable[int] = (),
     deadline_s: float = 10.0,
 ) -> Reaped:
-    """Kill what is left on this host of attempts of this run.
+    """Kill what is left on this host of epochs of this run.
 
     Victims are the live processes of the registries, their descendants, and any process whose
-    environment names one of the attempts. This process, its ancestors and ``keep`` are spared.
+    environment names an attempt of this run. This process, its ancestors and ``keep`` are spared,
+    and whatever belongs to a later epoch, were it in the same attempt.
 
     Args:
         root: the run.
         here: this host and boot; entries of others are left alone.
-        attempts: which ones; None means all.
+        up_to_epoch: the newest epoch whose processes are ended.
         keep: pids to spare.
         deadline_s: how long to wait for the killed ones to be gone.
     """
-    numbers = root.attempt_numbers() if attempts is None else sorted(attempts)
     spared = {os.getpid(), *keep, *(p.pid for p in psutil.Process().parents())}
     victims: dict[int, tuple[float, str]] = {}
-    for number in numbers:
+    for number in root.attempt_numbers():
         for entry in ProcessRegistry(root.attempt(number).processes).entries():
-            if entry.where == here and entry.started is not None:
+            is_meant = entry.epoch <= up_to_epoch and entry.pid not in spared
+            if is_meant and entry.where == here and entry.started is not None:
                 victims |= _with_descendants(entry.pid, entry.started, entry.role)
     if here == HostBoot.here():
-        victims |= _by_environment({str(root.attempt(n).path) for n in numbers})
+        victims |= _by_environment(root, up_to_epoch)
     killed = tuple(
         (pid, role)
         for pid, (started, role) in victims.items()
@@ -173,15 +177,18 @@ def kill_children(pid: int | None = None) -> None:
         kill_exactly(child, started)
 
 
-def attempt_environment(
-    attempt_dir: Path | None, environ: Mapping[str, str] | None = None
+def owned_environment(
+    environ: Mapping[str, str], *, attempt_dir: Path, epoch: int
 ) -> dict[str, str]:
-    """An environment whose processes are known to belong to an attempt, or (None) to none."""
-    result = dict(os.environ if environ is None else environ)
-    result.pop(ATTEMPT_VARIABLE, None)
-    if attempt_dir is not None:
-        result[ATTEMPT_VARIABLE] = str(attempt_dir)
-    return result
+    """An environment whose processes are known to belong to an epoch of an attempt."""
+    names = {ATTEMPT_VARIABLE: str(attempt_dir), enter.EPOCH_VARIABLE: str(epoch)}
+    return {**environ, **names}
+
+
+def free_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment whose processes belong to no attempt and are never reaped."""
+    names = (ATTEMPT_VARIABLE, enter.EPOCH_VARIABLE)
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def _entry(line: bytes) -> ProcessEntry | None:
@@ -205,15 +212,19 @@ def _descendants(pid: int, role: str) -> dict[int, tuple[float, str]]:
     return {c.pid: (at, role) for c in children if (at := enter.started(c.pid)) is not None}
 
 
-def _by_environment(folders: set[str]) -> dict[int, tuple[float, str]]:
+def _by_environment(root: RunRoot, up_to_epoch: int) -> dict[int, tuple[float, str]]:
     found: dict[int, tuple[float, str]] = {}
     for process in psutil.process_iter():
         started = enter.started(process.pid)
         try:
-            folder = process.environ().get(ATTEMPT_VARIABLE)
+            environ = process.environ()
         except (psutil.Error, OSError):
             continue
-        if folder in folders and started is not None:
+        folder = environ.get(ATTEMPT_VARIABLE)
+        if folder is None or started is None or Path(folder).parent != root.attempts:
+            continue
+        epoch = environ.get(enter.EPOCH_VARIABLE, "0")
+        if epoch.isdecimal() and int(epoch) <= up_to_epoch:
             found[process.pid] = (started, "descendant")
     return found
 

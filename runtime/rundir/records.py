@@ -76,6 +76,11 @@ class EpochRecord(_Record):
         return self
 
     @property
+    def owner(self) -> tuple[str, str, int, float]:
+        """Host, boot, pid and start: names the guard's process."""
+        return self.host, self.boot_id, self.pid, self.started
+
+    @property
     def restored_update(self) -> int:
         """Update of the restored commit, or -1 for none: below every update."""
         if self.restored is None:

@@ -10,14 +10,24 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from runtime.clock import Clock, SystemClock
+from runtime.errors import ContractViolation
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure
-from runtime.rundir.history import committed_update, current_end, newest_epoch, standing_commits
-from runtime.rundir.layout import RunRoot
+from runtime.rundir.history import (
+    committed_update,
+    current_end,
+    is_complete,
+    newest_epoch,
+    standing_commits,
+)
+from runtime.rundir.layout import RunRoot, evaluation_result
 from runtime.rundir.records import Activity, Record, WorkflowState
 
 HEARTBEAT_S = 2.0
+
+_SESSION_ONLY = ("step", "expected", "outstanding", "detail", "progress", "training_digest")
+"""Fields that the chain does not know."""
 
 
 class _View(BaseModel):
@@ -112,9 +122,12 @@ class WorkflowFile:
 
         Raises:
             FencedError: if a newer owner exists.
+            ContractViolation: if it says complete before the chain does.
             DiskFull: if there was no space; the old view stands, and nothing ends for it.
         """
-        self._chain.check(self._epoch)
+        records = self._chain.check(self._epoch)
+        if view.state == "complete" and not is_complete(records):
+            raise ContractViolation("the view may say complete only after the chain does")
         now = self._clock.time()
         last = self._last
         is_same = last is not None and (last.state, last.activity) == (view.state, view.activity)
@@ -153,28 +166,50 @@ def read(root: RunRoot) -> Workflow | None:
         return None
 
 
-def rebuild(root: RunRoot, records: tuple[Record, ...], *, now: float) -> Workflow:
-    """The view as the chain and the files tell it; what only the session knew is lost.
+def current(root: RunRoot, records: tuple[Record, ...], *, now: float) -> Workflow:
+    """The view if it agrees with the chain, else a rebuilt one: what ``status`` shows.
+
+    It disagrees when it is damaged, of an older epoch, or its guard died before the last view.
+
+    Args:
+        root: the run.
+        records: the whole chain.
+        now: seconds since the Unix epoch, for a rebuilt view.
+    """
+    view = read(root)
+    epoch, end = newest_epoch(records), current_end(records)
+    if view is None or epoch is None or view.epoch != epoch.epoch:
+        return rebuild(root, records, now=now)
+    if end is not None and (view.state, view.activity) != (end.state, end.activity):
+        return rebuild(root, records, now=now, last=view)
+    return view
+
+
+def rebuild(
+    root: RunRoot, records: tuple[Record, ...], *, now: float, last: Workflow | None = None
+) -> Workflow:
+    """The view as the chain and the files tell it.
 
     Args:
         root: the run.
         records: the whole chain.
         now: seconds since the Unix epoch, for heartbeat and progress of the rebuilt view.
+        last: the session's last view of this epoch, for what only the session knew; None loses it.
     """
     epoch = newest_epoch(records)
     end = current_end(records)
     commits = standing_commits(records)
     committed = committed_update(records)
-    last = records[-1] if records else None
+    newest = records[-1] if records else None
     attempt = epoch.attempt if epoch else max(root.attempt_numbers(), default=0)
     asked = _asked(root, attempt)
     state: WorkflowState = end.state if end else ("training" if commits else "preparing")
     update = max(committed, end.update if end else 0, 0)
-    return Workflow(
+    rebuilt = Workflow(
         run=str(asked.get("run") or root.path.name),
         state=state,
         activity=end.activity if end else "running",
-        since=last.time if last else now,
+        since=newest.time if newest else now,
         attempt=attempt,
         epoch=epoch.epoch if epoch else 0,
         update=update,
@@ -186,9 +221,12 @@ def rebuild(root: RunRoot, records: tuple[Record, ...], *, now: float) -> Workfl
         failure=end.failure if end else None,
         training_digest=str(asked.get("training_digest") or ""),
         heartbeat=beat(0, now),
-        progress=Progress(time=last.time if last else now, what="rebuilt from the chain"),
+        progress=Progress(time=newest.time if newest else now, what="rebuilt from the chain"),
         paths=root.artifacts(),
     )
+    if last is None:
+        return rebuilt
+    return rebuilt.model_copy(update={name: getattr(last, name) for name in _SESSION_ONLY})
 
 
 def count_seen(root: RunRoot, records: tuple[Record, ...], *, update: int) -> Counts:
@@ -196,13 +234,11 @@ def count_seen(root: RunRoot, records: tuple[Record, ...], *, update: int) -> Co
     return Counts(
         updates=update,
         checkpoints=sum(commit.update > 0 for commit in standing_commits(records)),
-        evaluations=_count(root, "evaluations/*/*/result.json"),
-        exports=_count(root, "export*/receipt.json"),
+        evaluations=sum(
+            evaluation_result(folder) is not None for folder in root.evaluations.glob("e*.u*/*")
+        ),
+        exports=sum(1 for _ in root.path.glob("export*/receipt.json")),
     )
-
-
-def _count(root: RunRoot, pattern: str) -> int:
-    return sum(1 for _ in root.path.glob(pattern))
 
 
 def _asked(root: RunRoot, attempt: int) -> dict[str, object]:

@@ -1,0 +1,133 @@
+"""The local backend: the guard is a detached process of this host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from runtime.clock import Clock, SystemClock
+from runtime.errors import DiskFull
+from runtime.launch.attempts import Launch, spec_digest, win_or_attach
+from runtime.rundir import atomic, enter
+from runtime.rundir.attempt import AttemptFile, Started
+from runtime.rundir.claims import LOCAL, make_claim
+from runtime.rundir.filesystem import is_shared
+from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.rundir.lease import LOCAL_LEASE_S, SHARED_LEASE_S
+from runtime.rundir.processes import HostBoot, free_environment
+from runtime.rundir.workflow import Counts
+
+GUARD = (sys.executable, "-m", "runtime.session.guard")
+
+
+class LocalLaunch:
+    """Starts guards on this host. The only backend that a flow may begin a next epoch with."""
+
+    def __init__(self, *, clock: Clock | None = None, guard: Sequence[str] = GUARD) -> None:
+        self._clock = clock or SystemClock()
+        self._guard = tuple(guard)
+
+    def start(
+        self,
+        root: RunRoot | Path | str,
+        spec_json: str,
+        training_digest: str,
+        *,
+        run: str,
+        plan_json: str = "{}",
+        env: Mapping[str, str] | None = None,
+        expected: Counts | None = None,
+        grace_s: float = 60.0,
+        lease_s: float | None = None,
+        session: Sequence[str] = (),
+        companion: Sequence[str] = (),
+        reason: str = "start",
+        lost_attempt: int | None = None,
+    ) -> Launch:
+        """Start an attempt, or attach to the live one of the same training. Idempotent.
+
+        Args:
+            root: the output root; made if it does not exist.
+            spec_json: the resolved run file as JSON; frozen into the attempt.
+            training_digest: of that run file.
+            run: the run's name.
+            plan_json: the plan as JSON; frozen into the attempt.
+            env: added to the session's environment; never a secret.
+            expected: what the whole run is expected to make, for the workflow view.
+            grace_s: from SIGTERM to SIGKILL of the session.
+            lease_s: None takes 30 s on a local disk, 120 s on a shared one; chain/0 overrules it.
+            session: command of the session instead of the driver's, for tests.
+            companion: command beside the session, see ``AttemptFile``.
+            reason: why, for the epoch record.
+            lost_attempt: the attempt that ``ensure`` answered ``Lost`` about.
+
+        Raises:
+            ConfigError: if the run is made by another training digest.
+            DiskFull: if there was no space.
+        """
+        at = root if isinstance(root, RunRoot) else RunRoot.of(root)
+        claim = make_claim(
+            launcher=LOCAL,
+            spec_digest=spec_digest(spec_json),
+            training_digest=training_digest,
+            time=self._clock.time(),
+        )
+        launch, attempt = win_or_attach(
+            at,
+            claim,
+            spec_json,
+            clock=self._clock,
+            here=HostBoot.here(),
+            lost_attempt=lost_attempt,
+        )
+        if attempt is None:
+            return launch
+        if lease_s is None:
+            lease_s = SHARED_LEASE_S if is_shared(at.path) else LOCAL_LEASE_S
+        asked = AttemptFile(
+            run=run,
+            training_digest=training_digest,
+            session=tuple(session),
+            companion=tuple(companion),
+            env=dict(env or {}),
+            lease_s=lease_s,
+            grace_s=grace_s,
+            expected=expected or Counts(),
+            reason=reason,
+        )
+        try:
+            for path, data in (
+                (attempt.run, spec_json.encode()),
+                (attempt.plan, plan_json.encode()),
+                (attempt.attempt, asked.encode()),
+                (at.run, spec_json.encode()),
+                (at.plan, plan_json.encode()),
+            ):
+                atomic.write_bytes(path, data)
+            process = self._spawn(attempt)
+        except BaseException:
+            # A claim whose launcher lives on would read as "about to start" for ever.
+            attempt.claim.unlink(missing_ok=True)
+            raise
+        started = Started(pid=process.pid, started=enter.started(process.pid))
+        with suppress(DiskFull):
+            atomic.write_bytes(attempt.started, started.encode())
+        # A zombie would look alive to the lease: whoever started the guard collects it.
+        threading.Thread(target=process.wait, name="guard-exit", daemon=True).start()
+        return launch
+
+    def _spawn(self, attempt: AttemptDir) -> subprocess.Popen[bytes]:
+        with attempt.guard_log.open("ab") as log:
+            return subprocess.Popen(
+                [*self._guard, str(attempt.path)],
+                env=free_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )

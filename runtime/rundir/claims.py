@@ -1,0 +1,105 @@
+"""Claims: of several who want to launch an attempt, one wins, and the others learn who."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.errors import StoreError
+from runtime.rundir import atomic, enter
+from runtime.rundir.attempt import Claim, Started
+from runtime.rundir.history import newest_epoch
+from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.rundir.processes import HostBoot, is_alive
+from runtime.rundir.records import Record
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """An attempt that is claimed and has not owned the run yet."""
+
+    attempt: AttemptDir
+    claim: Claim
+    is_over: bool
+    """Its launcher or guard is known to be gone; of a scheduler's job that is never known here."""
+
+
+def make_claim(*, launcher: str, spec_digest: str, training_digest: str, time: float) -> Claim:
+    """A claim by this process."""
+    return Claim(
+        launcher=launcher,
+        host=socket.gethostname(),
+        boot_id=enter.boot_id(),
+        pid=os.getpid(),
+        started=enter.started(os.getpid()) or 0.0,
+        spec_digest=spec_digest,
+        training_digest=training_digest,
+        time=time,
+        nonce=secrets.token_hex(8),
+    )
+
+
+def claim_attempt(attempt: AttemptDir, claim: Claim) -> Claim:
+    """Claim an attempt by exclusive creation; nothing else is written before winning.
+
+    Returns:
+        The claim that stands: ours, or the winner's.
+
+    Raises:
+        DiskFull: if there was no space.
+        StoreError: if the winner's claim cannot be read.
+    """
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    try:
+        atomic.write_new(attempt.claim, claim.encode())
+    except FileExistsError:
+        return read_claim(attempt)
+    return claim
+
+
+def read_claim(attempt: AttemptDir) -> Claim:
+    """The claim of an attempt.
+
+    Raises:
+        StoreError: if there is none, or it cannot be read.
+    """
+    return Claim.decode(atomic.read_bytes(attempt.claim), attempt.claim)
+
+
+def newest_claimed(root: RunRoot) -> AttemptDir | None:
+    """The newest attempt with a claim; a folder alone is none."""
+    for number in reversed(root.attempt_numbers()):
+        attempt = root.attempt(number)
+        if attempt.claim.exists():
+            return attempt
+    return None
+
+
+def pending(root: RunRoot, records: Sequence[Record], here: HostBoot) -> Pending | None:
+    """The newest claimed attempt, if it is newer than every attempt that owned the run."""
+    newest = newest_claimed(root)
+    epoch = newest_epoch(records)
+    if newest is None or (epoch is not None and newest.number <= epoch.attempt):
+        return None
+    try:
+        claim = read_claim(newest)
+    except StoreError:
+        return None
+    return Pending(attempt=newest, claim=claim, is_over=_is_over(newest, claim, here))
+
+
+def _is_over(attempt: AttemptDir, claim: Claim, here: HostBoot) -> bool:
+    if claim.launcher != LOCAL or claim.host != here.host:
+        return False
+    if claim.boot_id != here.boot_id:
+        return True
+    data = atomic.read_bytes(attempt.started)
+    if data is None:
+        return not is_alive(claim.pid, claim.started)
+    guard = Started.decode(data, attempt.started)
+    return guard.started is None or not is_alive(guard.pid, guard.started)

@@ -1,0 +1,372 @@
+"""The guard: the one process that owns a run directory for an attempt.
+
+``python -m runtime.session.guard ATTEMPT_DIR``. It takes the lease, reaps what a predecessor left
+on this host, appends the epoch record, starts the session, and writes the end after the session
+has exited. It knows neither Ray nor torch: what kills them leaves it standing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from runtime.clock import Clock, SystemClock
+from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError
+from runtime.rundir import atomic, enter, history, workflow
+from runtime.rundir.attempt import AttemptFile, GuardFile, Outcome
+from runtime.rundir.chain import Chain, lease_duration
+from runtime.rundir.control import Control
+from runtime.rundir.journal import Journal
+from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.rundir.lease import RunLease, again_s
+from runtime.rundir.processes import (
+    HostBoot,
+    ProcessRegistry,
+    free_environment,
+    owned_environment,
+    reap,
+)
+from runtime.rundir.records import Activity, CommitRecord, EndRecord, EpochRecord, Record
+from runtime.session.child import SessionProcess
+from runtime.session.deadman import Switch
+from runtime.session.outcome import KilledBy, judge
+from runtime.telemetry.events import Event
+
+EXIT_ENDED = 0
+"""Complete, stopped or parked, as was asked."""
+EXIT_FAILED = 1
+EXIT_NOT_OWNER = 3
+"""Another process owns the run, or became its owner; this one wrote nothing more."""
+
+DRIVER = (sys.executable, "-m", "runtime.session.driver")
+
+Choose = Callable[[RunRoot, Sequence[Record]], CommitRecord | None]
+
+
+def newest_present(root: RunRoot, records: Sequence[Record]) -> CommitRecord | None:
+    """The newest commit whose files are there with the right size; checksums are read on resume.
+
+    If none is there the newest is named all the same: the session then fails with what it found.
+    """
+    commits = history.standing_commits(records)
+    for commit in reversed(commits):
+        folder = root.path / commit.folder
+        if all(_has_size(folder / entry.name, entry.size) for entry in commit.files):
+            return commit
+    return commits[-1] if commits else None
+
+
+class Guard:
+    """One ownership of a run, from lease to end record."""
+
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        *,
+        here: HostBoot | None = None,
+        clock: Clock | None = None,
+        choose: Choose = newest_present,
+    ) -> None:
+        """Read what the attempt asks for.
+
+        Args:
+            attempt: its folder.
+            here: this host and boot; processes of others are not reaped.
+            clock: of this process.
+            choose: which commit a new epoch restores.
+
+        Raises:
+            StoreError: if ``attempt.json`` is missing or cannot be read.
+        """
+        self._attempt = attempt
+        self._root = attempt.root
+        self._spec = AttemptFile.read(attempt)
+        self._here = here or HostBoot.here()
+        self._clock = clock or SystemClock()
+        self._choose = choose
+        self._registry = ProcessRegistry(attempt.processes)
+        self._control = Control(self._root)
+        self._chain = Chain(self._root)
+        self._journal = Journal(attempt, epoch=0, role="guard", clock=self._clock)
+        self._is_terminated = False
+
+    def terminate(self) -> None:
+        """Ask the session to end within its grace; safe to call from a signal handler."""
+        self._is_terminated = True
+
+    def run(self) -> int:
+        """Own the run until its session has exited; returns the exit status.
+
+        Raises:
+            ChainUnreadable: if history cannot be read; nothing was started.
+            DiskFull: if not even the epoch record could be written; nothing was started.
+        """
+        self._root.create()
+        records = self._chain.read()
+        lease = RunLease(
+            self._root,
+            duration_s=lease_duration(records) or self._spec.lease_s,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+        try:
+            lease.acquire(records, self._here)
+        except (OwnedError, Interrupted) as error:
+            self._journal.append(Event.LEASE_REFUSED, message=error.message)
+            return self._say(error.message, EXIT_NOT_OWNER)
+        try:
+            return self._own(lease)
+        except FencedError as error:
+            self._journal.append(Event.EPOCH_FENCED, message=error.message)
+            return self._say(error.message, EXIT_NOT_OWNER)
+        finally:
+            lease.release()
+
+    # -- the life of an ownership ---------------------------------------------------------------
+
+    def _own(self, lease: RunLease) -> int:
+        records = self._chain.read()
+        before = history.newest_epoch(records)
+        if before is not None and history.is_complete(records):
+            # The last guard may have died between the end record and its last view.
+            view = workflow.current(self._root, records, now=self._clock.time())
+            self._write_view(view, before.epoch)
+            return self._say("the run is complete", EXIT_ENDED)
+        if before is not None:
+            self._reap(before.epoch)
+        epoch = self._take_epoch(lease.duration_s)
+        self._journal = Journal(self._attempt, epoch=epoch.epoch, role="guard", clock=self._clock)
+        self._journal.set_reserve()
+        self._journal.append(Event.EPOCH_TAKEN, restored=epoch.restored, reason=epoch.reason)
+        with Switch() as switch:
+            self._announce(epoch, lease, switch)
+            session = self._start_session(epoch.epoch)
+            returncode, killed_by = self._watch(session, lease, epoch)
+        self._reap(epoch.epoch)
+        if returncode is None:
+            return EXIT_NOT_OWNER
+        return self._end(self._present(epoch), returncode, killed_by)
+
+    def _present(self, taken: EpochRecord) -> int:
+        """Our present epoch: the one taken, or a later one that our session began for us.
+
+        Raises:
+            FencedError: if a newer owner exists.
+        """
+        newest = history.newest_epoch(self._chain.read())
+        if newest is None or newest.owner != taken.owner:
+            raise FencedError(f"epoch {taken.epoch} is over: a newer owner exists")
+        return newest.epoch
+
+    def _take_epoch(self, lease_s: float) -> EpochRecord:
+        records = self._chain.seen
+        before = history.newest_epoch(records)
+        restored = self._choose(self._root, records)
+        return self._chain.append(
+            EpochRecord(
+                epoch=before.epoch + 1 if before else 1,
+                time=self._clock.time(),
+                attempt=self._attempt.number,
+                host=self._here.host,
+                pid=os.getpid(),
+                boot_id=self._here.boot_id,
+                started=enter.started(os.getpid()) or 0.0,
+                reason=self._reason(records),
+                restored=restored.policy if restored else None,
+                restored_seq=restored.seq if restored else None,
+                lease_s=None if records else lease_s,
+            )
+        )
+
+    def _reason(self, records: Sequence[Record]) -> str:
+        before, end = history.newest_epoch(records), history.current_end(records)
+        if before is None:
+            return self._spec.reason
+        if end is None:
+            return f"{self._spec.reason}: epoch {before.epoch} vanished without an end record"
+        return f"{self._spec.reason}: epoch {before.epoch} ended by {end.ended_by}"
+
+    def _announce(self, epoch: EpochRecord, lease: RunLease, switch: Switch) -> None:
+        self._registry.enter("guard", epoch=epoch.epoch)
+        device, inode = lease.identity
+        guard = GuardFile(
+            epoch=epoch.epoch,
+            host=self._here.host,
+            boot_id=self._here.boot_id,
+            pid=epoch.pid,
+            started=epoch.started,
+            fifo=str(switch.path),
+            lease=str(self._root.lease),
+            lease_s=lease.duration_s,
+            lease_device=device,
+            lease_inode=inode,
+        )
+        atomic.write_bytes(self._attempt.guard, guard.encode())
+        # Last words of an earlier epoch of this attempt are not this one's.
+        self._attempt.outcome.unlink(missing_ok=True)
+        self._attempt.epoch(epoch.epoch).mkdir(exist_ok=True)
+        view = self._rebuilt().model_copy(update={"activity": _activity(epoch)})
+        self._write_view(view, epoch.epoch)
+
+    def _start_session(self, epoch: int) -> SessionProcess:
+        env = owned_environment(
+            {**os.environ, **self._spec.env}, attempt_dir=self._attempt.path, epoch=epoch
+        )
+        argv = [*(self._spec.session or DRIVER), str(self._attempt.path)]
+        session = SessionProcess(
+            argv, env=env, registry=self._registry, log=self._attempt.session_log
+        )
+        self._journal.append(Event.SESSION_STARTED, pid=session.pid)
+        if self._spec.companion:
+            # It attaches on its own and may come and go: it is no process of the attempt.
+            with suppress(OSError), self._attempt.path.joinpath("companion.log").open("ab") as log:
+                subprocess.Popen(
+                    self._spec.companion,
+                    env=free_environment(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        return session
+
+    def _watch(
+        self, session: SessionProcess, lease: RunLease, taken: EpochRecord
+    ) -> tuple[int | None, KilledBy | None]:
+        """Wait for the session; (None, None) once the lease is lost and the session killed."""
+        tick_s = min(0.2, again_s(lease.duration_s))
+        spent_s: float | None = None
+        last = self._clock.monotonic()
+        killed_by: KilledBy | None = None
+        while True:
+            # The exit is looked at before any deadline: after a freeze it may have come long ago.
+            if (returncode := session.wait(tick_s)) is not None:
+                # The session watches the lease too, and may have left before we had looked.
+                if reason := lease.confirm():
+                    return self._lost(session, reason)
+                if spent_s is not None and returncode == -signal.SIGTERM:
+                    killed_by = "sigterm"
+                return returncode, killed_by
+            now = self._clock.monotonic()
+            reason = lease.lost()
+            epoch = 0
+            try:
+                epoch = self._present(taken)
+            except FencedError as error:
+                reason = error.message
+            if reason:
+                return self._lost(session, reason)
+            if killed_by is not None:
+                continue
+            if self._is_terminated and spent_s is None:
+                self._journal.append(Event.ATTEMPT_PREEMPTED, grace_s=self._spec.grace_s)
+                session.terminate()
+                spent_s = 0.0
+            elif spent_s is not None:
+                # A freeze counts as one tick: the session was frozen with us, or had no need of us.
+                spent_s += min(now - last, 2 * tick_s)
+            stop = self._control.stop_request(epoch)
+            if stop is not None and stop.mode == "now":
+                killed_by = "stop_now"
+            elif spent_s is not None and spent_s > self._spec.grace_s:
+                killed_by = "sigterm"
+            if killed_by is not None:
+                session.kill()
+            last = now
+
+    def _lost(self, session: SessionProcess, reason: str) -> tuple[None, None]:
+        session.kill()
+        session.wait(10.0)
+        self._say(f"ownership lost, the session was ended: {reason}", EXIT_NOT_OWNER)
+        return None, None
+
+    def _reap(self, up_to_epoch: int) -> None:
+        reaped = reap(self._root, here=self._here, up_to_epoch=up_to_epoch)
+        for pid, role in reaped.killed:
+            self._say(f"reaped {role}, pid {pid}", 0)
+        for pid, role in reaped.remaining:
+            self._say(f"{role}, pid {pid}, does not die: its host needs a look", 0)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _end(self, epoch: int, returncode: int, killed_by: KilledBy | None) -> int:
+        records = self._chain.check(epoch)
+        last = workflow.read(self._root)
+        view = last if last is not None and last.epoch == epoch else None
+        outcome = judge(
+            self._attempt,
+            epoch=epoch,
+            returncode=returncode,
+            killed_by=killed_by,
+            committed=history.committed_update(records),
+            view=view,
+            now=self._clock.time(),
+        )
+        if outcome.failure is not None:
+            self._journal.fail(outcome.failure)
+        self._append_end(outcome)
+        self._journal.append(Event.ATTEMPT_ENDED, state=outcome.state, ended_by=outcome.ended_by)
+        self._write_view(self._rebuilt(last=view), epoch)
+        return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
+
+    def _append_end(self, outcome: Outcome) -> None:
+        fields = outcome.model_dump(exclude={"schema_version"})
+        record = EndRecord.model_validate({**fields, "time": self._clock.time()})
+        try:
+            self._chain.append(record)
+        except DiskFull:
+            # The reserve is for exactly this; a second refusal is one the next owner will find.
+            self._attempt.reserve.unlink(missing_ok=True)
+            self._chain.append(record)
+
+    def _rebuilt(self, last: workflow.Workflow | None = None) -> workflow.Workflow:
+        return workflow.rebuild(self._root, self._chain.seen, now=self._clock.time(), last=last)
+
+    def _write_view(self, view: workflow.Workflow, epoch: int) -> None:
+        # A view can be rebuilt; no want of space for it ends a run.
+        with suppress(DiskFull):
+            workflow.WorkflowFile(self._root, epoch=epoch, clock=self._clock).write(view)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._is_terminated:
+            raise Interrupted("asked to end while waiting for the lease")
+        time.sleep(seconds)
+
+    def _say(self, message: str, status: int) -> int:
+        sys.stderr.write(f"milepost guard, attempt {self._attempt.number}: {message}\n")
+        return status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the guard of one attempt; SIGTERM and SIGINT ask its session to end."""
+    guard = Guard(AttemptDir(Path(argv[1]).absolute()))
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        guard.terminate()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return guard.run()
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _activity(epoch: EpochRecord) -> Activity:
+    return "running" if epoch.restored is None else "resuming"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
