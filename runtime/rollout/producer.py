@@ -326,7 +326,9 @@ class Producer:
         self._slots.take_now(count)
         self._flights[flight.key] = flight
         assert self._tasks is not None
-        self._tasks.start_soon(self._guarded, partial(self._fly, flight))
+        self._tasks.start_soon(
+            self._guarded, partial(self._fly, flight), name=f"group {flight.prompt.id}"
+        )
         return True
 
     async def _fly(self, flight: Flight) -> None:

@@ -1,17 +1,15 @@
-import asyncio
-import heapq
 import itertools
 
 import anyio
 import pytest
 
-from runtime.clock import ManualClock
 from runtime.engines.monitor import HealthMonitor, HealthSettings
 from runtime.engines.pool import EnginePool, SlotState
 from runtime.engines.protocol import EngineAddress, EngineInfo, EngineLoad
 from runtime.errors import EngineDead, TransportError
 from runtime.policy import PolicyId
 from runtime.telemetry.events import Event
+from tests.runtime.rollout.world import VirtualTime
 
 pytestmark = pytest.mark.anyio
 
@@ -19,35 +17,6 @@ INFO = EngineInfo(
     version="1", vocab_size=8, context_length=8, max_running_requests=8, native_spans=True,
     takes_salt=True, update_bracket=False,
 )  # fmt: skip
-
-
-class VirtualTime(ManualClock):
-    """A clock whose sleepers wake in order when it is moved, and never otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self._sleepers = []
-        self._count = itertools.count()
-
-    async def sleep(self, seconds):
-        event = anyio.Event()
-        heapq.heappush(self._sleepers, (self.monotonic() + seconds, next(self._count), event))
-        await event.wait()
-
-    async def run_for(self, seconds):
-        until = self.monotonic() + seconds
-        await quiet()
-        while self._sleepers and self._sleepers[0][0] <= until:
-            at, _, event = heapq.heappop(self._sleepers)
-            self.advance(max(0.0, at - self.monotonic()))
-            event.set()
-            await quiet()
-        self.advance(max(0.0, until - self.monotonic()))
-
-
-async def quiet():
-    for _ in range(12):
-        await asyncio.sleep(0)
 
 
 class Server:
