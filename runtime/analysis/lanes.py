@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -40,17 +41,17 @@ def lanes(rows: Sequence[Row], history: History, *, updates: int = SHOWN_UPDATES
     numbered = [u for row in rows if (u := number(row, "update")) is not None]
     last = max(numbered, default=None)
     shown = [row for row in rows if _belongs(row, last, updates)]
-    begin = min((number(row, "start") or 0.0 for row in shown), default=0.0)
+    place, folds = fold_gaps([(row_start(row), row_end(row)) for row in shown])
     is_current = current_rows(rows, history)
     names = list(dict.fromkeys(_name(row) for row in shown))
     current = [row for row in shown if is_current(row)]
     traces = [
-        _bars(part, begin, cost, color)
+        _bars(part, place, cost, color)
         for cost, color in _COLORS.items()
         if (part := [row for row in current if str(row.get("cost", "orchestration")) == cost])
     ]
     if superseded := [row for row in shown if not is_current(row)]:
-        traces.append(_bars(superseded, begin, "superseded", "--superseded"))
+        traces.append(_bars(superseded, place, "superseded", "--superseded"))
     return Chart(
         id="lanes",
         title=f"Timing of the last {min(updates, len(set(numbered)))} updates",
@@ -60,14 +61,87 @@ def lanes(rows: Sequence[Row], history: History, *, updates: int = SHOWN_UPDATES
         ),
         traces=traces,
         layout={
-            "xaxis": {"title": {"text": "seconds since the first stage shown"}},
+            "xaxis": {
+                "title": {"text": "seconds since the first stage shown, long idle times folded"}
+            },
             "yaxis": {"autorange": "reversed", "categoryorder": "array", "categoryarray": names},
             "barmode": "overlay",
             "bargap": 0.35,
             "hovermode": "closest",
+            "shapes": [_fold_line(x) for x, _ in folds],
+            "annotations": [_fold_label(x, gap_s) for x, gap_s in folds],
         },
         wide=True,
     )
+
+
+def fold_gaps(
+    spans: Sequence[tuple[float, float]], *, share: float = 0.06
+) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
+    """Put stretches of time side by side, with idle hours between attempts folded.
+
+    Args:
+        spans: (begin, end) in wall seconds, in any order.
+        share: a gap longer than this share of the busy time is drawn that long.
+
+    Returns:
+        The place of a moment, in seconds from the first; and per fold its place and the gap's true
+        length. Within a stretch seconds stay seconds.
+    """
+    stretches: list[list[float]] = []
+    for begin, end in sorted(spans):
+        if stretches and begin <= stretches[-1][1]:
+            stretches[-1][1] = max(stretches[-1][1], end)
+        else:
+            stretches.append([begin, end])
+    cap_s = share * sum(end - begin for begin, end in stretches)
+    places: list[float] = []
+    folds: list[tuple[float, float]] = []
+    at = 0.0
+    for i, (begin, end) in enumerate(stretches):
+        if i:
+            gap_s = begin - stretches[i - 1][1]
+            if gap_s > cap_s:
+                folds.append((at + cap_s / 2, gap_s))
+            at += min(gap_s, cap_s)
+        places.append(at)
+        at += end - begin
+    begins = [begin for begin, _ in stretches]
+
+    def place(moment: float) -> float:
+        i = max(0, bisect_right(begins, moment) - 1)
+        return places[i] + moment - begins[i] if begins else 0.0
+
+    return place, folds
+
+
+def row_start(row: Row) -> float:
+    """Wall seconds when the stage began; 0 where the row does not say."""
+    return number(row, "start") or 0.0
+
+
+def row_end(row: Row) -> float:
+    """Wall seconds when it ended."""
+    return row_start(row) + max(0.0, number(row, "duration_s") or 0.0)
+
+
+def _fold_line(x: float) -> Trace:
+    line = {"color": "--muted", "width": 1, "dash": "dot"}
+    return {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": x, "x1": x, "line": line}
+
+
+def _fold_label(x: float, gap_s: float) -> Trace:
+    return {
+        "text": f"idle {gap_s:,.0f} s",
+        "x": x,
+        "xanchor": "right",
+        "yref": "paper",
+        "y": 1,
+        "yanchor": "top",
+        "textangle": -90,
+        "showarrow": False,
+        "font": {"color": "--muted", "size": 11},
+    }
 
 
 def _belongs(row: Row, last: float | None, updates: int) -> bool:
@@ -79,13 +153,13 @@ def _belongs(row: Row, last: float | None, updates: int) -> bool:
     return update is not None and update > last - updates
 
 
-def _bars(rows: Sequence[Row], begin: float, name: str, color: str) -> Trace:
+def _bars(rows: Sequence[Row], place: Callable[[float], float], name: str, color: str) -> Trace:
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "y": [_name(row) for row in rows],
-        "base": [round((number(row, "start") or 0.0) - begin, 4) for row in rows],
+        "base": [round(place(row_start(row)), 4) for row in rows],
         "x": [round(number(row, "duration_s") or 0.0, 4) for row in rows],
         "customdata": [[_update(row), _temperature(row)] for row in rows],
         "marker": {
@@ -93,8 +167,10 @@ def _bars(rows: Sequence[Row], begin: float, name: str, color: str) -> Trace:
             "line": {"width": 0},
             "pattern": {
                 "shape": ["/" if row.get("cold") else "" for row in rows],
+                "bgcolor": color,  # left out, a hatched bar has no body
                 "fgcolor": "--surface",
-                "size": 5,
+                "size": 6,
+                "solidity": 0.25,
             },
         },
         "hovertemplate": (

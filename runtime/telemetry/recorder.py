@@ -67,7 +67,15 @@ class Recorder:
         """Write all rows now; blocks on the disk."""
         self._flusher.flush()
 
-    def close(self) -> None:
-        """Finish the sinks and write the rest, each within its own deadline. Idempotent."""
+    def close(self, *, tracking_timeout_s: float | None = None) -> None:
+        """Finish the sinks and write the rest, each within its own deadline. Idempotent.
+
+        Args:
+            tracking_timeout_s: how long W&B may take, where a grace period leaves less than its own
+                limit; local rows are written first either way.
+        """
+        self._flusher.flush()
+        if self._wandb is not None:
+            self._wandb.finish(tracking_timeout_s)
         self.metrics.finish()
         self._flusher.close()

@@ -97,8 +97,9 @@ class RowWriter:
                 self._fd = None
 
     def _write(self, lines: list[str]) -> None:
-        if self._unreported:
-            lines[0] = f'{{"dropped_before":{self._unreported},{lines[0][1:]}'
+        reported = self._unreported
+        if reported:
+            lines[0] = f'{{"dropped_before":{reported},{lines[0][1:]}'
         data = "".join(lines).encode()
         if self._torn:
             data = b"\n" + data
@@ -117,9 +118,10 @@ class RowWriter:
             return
         self.written += len(lines)
         self._torn = False
-        self._unreported = 0
-        if self._failing:
-            self._failing = False
+        with self._lock:
+            self._unreported -= reported
+            was_failing, self._failing = self._failing, False
+        if was_failing:
             _log.info(Event.ROWS_RESUMED, path=str(self.path), num_dropped=self.dropped)
 
     def _reopen_next_time(self) -> None:
@@ -128,10 +130,11 @@ class RowWriter:
             self._fd = None
 
     def _count_dropped(self, count: int, reason: str) -> None:
-        self.dropped += count
-        self._unreported += count
-        if not self._failing:
-            self._failing = True
+        with self._lock:
+            self.dropped += count
+            self._unreported += count
+            was_failing, self._failing = self._failing, True
+        if not was_failing:
             _log.warning(Event.ROWS_DROPPED, path=str(self.path), reason=reason)
 
 

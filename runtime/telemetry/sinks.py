@@ -6,6 +6,7 @@ series.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from runtime.telemetry.events import Event
@@ -39,6 +40,7 @@ class MultiSink:
 
     def __init__(self, sinks: Sequence[TrackingSink]) -> None:
         self._sinks = list(sinks)
+        self._lock = threading.Lock()
 
     def log(self, axis: Axis, step: float, values: Mapping[str, float | None]) -> None:
         """Write one row to each."""
@@ -57,7 +59,10 @@ class MultiSink:
                 self._leave_out(sink, error)
 
     def _leave_out(self, sink: TrackingSink, error: Exception) -> None:
-        self._sinks.remove(sink)
+        with self._lock:
+            if sink not in self._sinks:
+                return  # another thread met the same failure
+            self._sinks.remove(sink)
         _log.warning(
             Event.TRACKING_FAILED,
             sink=type(sink).__name__,

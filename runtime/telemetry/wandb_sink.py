@@ -110,18 +110,23 @@ class WandbSink:
             self._count_dropped(1)
             self._tell(Event.TRACKING_FAILED, reason="the queue is full: rows are being dropped")
 
-    def finish(self) -> None:
-        """Close the W&B run, within ``finish_timeout_s`` and a few seconds. Idempotent."""
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Close the W&B run, within the limit and a few seconds. Idempotent.
+
+        Args:
+            timeout_s: the limit where the caller has less time than ``finish_timeout_s``.
+        """
         self._closing.set()
         if not self._thread.is_alive():
             return
-        self._thread.join(self._settings.finish_timeout_s)
+        limit_s = self._settings.finish_timeout_s if timeout_s is None else timeout_s
+        self._thread.join(limit_s)
         if not self._thread.is_alive():
             return
         self._dead = True
         _log.warning(
             Event.TRACKING_ABANDONED,
-            waited_s=self._settings.finish_timeout_s,
+            waited_s=limit_s,
             num_queued=self._queue.qsize(),
             next_check=f"wandb sync {self._root / 'wandb'}",
         )

@@ -1,8 +1,9 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.analysis.figures import MAX_POINTS, thin
-from runtime.analysis.lanes import lanes, stage_table
+from runtime.analysis.lanes import fold_gaps, lanes, stage_table
 from runtime.analysis.runfiles import History
 
 
@@ -55,3 +56,33 @@ def test_thinned_values_are_means_of_equal_stretches() -> None:
     _, ys = thin([(float(i), float(i % 4)) for i in range(count)])
     assert len(ys) == MAX_POINTS
     assert set(ys) == {1.5}
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 500), st.integers(1, 20)).map(lambda s: (float(s[0]), float(sum(s)))),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(spans)
+def test_folding_keeps_order_and_lengths_and_bounds_idle_time(
+    busy: list[tuple[float, float]],
+) -> None:
+    place, folds = fold_gaps(busy, share=0.1)
+    for begin, end in busy:
+        assert place(end - 1e-6) - place(begin) == pytest.approx(end - begin, abs=1e-5)
+    moments = sorted(begin for begin, _ in busy)
+    assert place(moments[0]) == 0.0
+    assert [place(m) for m in moments] == sorted(place(m) for m in moments)
+    total = sum(end - begin for begin, end in busy)
+    last = max(place(begin) + end - begin for begin, end in busy)
+    assert last <= total * (1 + 0.1 * (len(busy) - 1)) + 1e-6
+    assert all(gap > 0.0 for _, gap in folds)
+
+
+def test_hours_between_attempts_do_not_squash_the_lanes() -> None:
+    rows = [row("train", u, 1.0, start=u + (0.0 if u < 6 else 36_000.0)) for u in range(1, 11)]
+    chart = lanes(rows, History())
+    assert max(chart.traces[0]["base"]) < 12
+    assert [note["text"] for note in chart.layout["annotations"]] == ["idle 36,000 s"]
