@@ -120,8 +120,8 @@ def plan_bins(units: Sequence[Unit], *, capacity: int, ranks: int, cost: Cost) -
     """Bins of each rank, equally many on every rank.
 
     Ranks run collectives inside a micro-batch, so all need the same number; the largest bins are
-    split until it is a multiple of ``ranks``. With fewer sequences than ranks some get an empty
-    bin.
+    split until it is a multiple of ``ranks``. Once every bin holds a single sequence the rest of
+    the number is made up with empty bins.
     """
     bins = first_fit_decreasing(units, capacity)
     while len(bins) % ranks or not bins:

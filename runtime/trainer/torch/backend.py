@@ -186,7 +186,7 @@ class TorchTrainer:
         m = self._ready
         rows = zip(
             m.weights.names,
-            m.weights.local_masters(),
+            (master.detach() for master in m.weights.masters),
             m.optimizer.moments(),
             m.weights.row_slices(),
             strict=True,
@@ -242,10 +242,9 @@ def _set_rng(rng: dict[str, Tensor], folder: str) -> None:
 def _cost(settings: TrainerSettings, weights: Weights, config: Any) -> Cost:
     if settings.packing == "tokens":
         return by_tokens
-    layers = sum(m.numel() for m in weights.masters)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pair = 4 * config.num_attention_heads * head_dim * config.num_hidden_layers
-    return by_flops(2.0 * layers, float(pair))
+    return by_flops(2.0 * weights.num_parameters, float(pair))
 
 
 def _facts(scorer: PackedScorer, weights: Weights, settings: TrainerSettings) -> dict[str, object]:
@@ -256,7 +255,7 @@ def _facts(scorer: PackedScorer, weights: Weights, settings: TrainerSettings) ->
         eos = config.eos_token_id
     return {
         "vocab_size": config.vocab_size,
-        "num_parameters": sum(master.numel() for master in weights.masters),
+        "num_parameters": weights.num_parameters,
         "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         "context_length": config.max_position_embeddings,
         "eos": [] if eos is None else list(eos) if isinstance(eos, list) else [eos],

@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from runtime.trainer.settings import OptimizerSettings
 from runtime.trainer.torch.ranks import Ranks
-from runtime.trainer.torch.weights import Weights, local
+from runtime.trainer.torch.weights import Weights
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
@@ -41,20 +41,18 @@ class Optimizer:
             betas=(settings.beta1, settings.beta2),
             eps=settings.adam_eps,
             weight_decay=settings.weight_decay,
-            # One kernel per tensor; DTensor has no fused form of it.
-            fused=weights.ranks.size == 1,
-            foreach=None if weights.ranks.size == 1 else False,
+            fused=True,
         )
         for master in weights.masters:
             self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=local(master).device),
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients, before clipping; equal on all ranks."""
-        return global_norm(self._weights.gradients(), self._weights.ranks)
+        return global_norm(self._weights.collect_gradients(), self._weights.ranks)
 
     def step(self, update: int, norm: float) -> bool:
         """Clip by ``norm`` and step with the rate of ``update``; False if the step was skipped.
@@ -66,7 +64,7 @@ class Optimizer:
         if is_taken:
             limit = self._settings.max_grad_norm
             if norm > limit:
-                for gradient in self._weights.gradients():
+                for gradient in self._weights.collect_gradients():
                     gradient.mul_(limit / (norm + 1e-6))
             self._adam.param_groups[0]["lr"] = learning_rate(self._settings, update)
             self._adam.step()
@@ -77,7 +75,7 @@ class Optimizer:
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of (first, second) moment of each master, to read or to write."""
         states = [self._adam.state[master] for master in self._weights.masters]
-        return [(local(s["exp_avg"]), local(s["exp_avg_sq"])) for s in states]
+        return [(s["exp_avg"], s["exp_avg_sq"]) for s in states]
 
     @property
     def num_steps(self) -> int:

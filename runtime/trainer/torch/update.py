@@ -76,7 +76,7 @@ class Update:
         """
         settings = self._m.settings
         steps = split_into_steps(self._flat.group_S.tolist(), settings.updates_per_collection)
-        before = [part.clone() for part in self._m.weights.local_masters()]
+        before = [master.detach().clone() for master in self._m.weights.masters]
         try:
             with self._timed("scoring"):
                 self._score_ahead(num_steps=len(steps))
@@ -255,8 +255,8 @@ class Update:
             entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)
             values["entropy"] = entropy_R[torch.from_numpy(flat.active_R)].double().mean().item()
         self._report_mismatch()
-        after = self._m.weights.local_masters()
-        change = [old.sub_(new) for old, new in zip(before, after, strict=True)]
+        after = self._m.weights.masters
+        change = [old.sub_(new.detach()) for old, new in zip(before, after, strict=True)]
         values["parameter_change_norm"] = global_norm(change, self._ranks)
         values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
 

@@ -1,9 +1,9 @@
 """The weights of one rank: what the forward pass reads, what the optimizer changes, what leaves.
 
-Three cases, one interface. fp32 alone: the model's parameters are the masters. bf16 alone: the
-model holds bf16, masters are fp32 beside it, and gradients are added to the masters as soon as a
-layer's backward is done, so accumulation is in fp32. More ranks: FSDP2 keeps fp32 shards and casts
-when it gathers; the shards are the masters.
+Masters are plain fp32 tensors in all cases. fp32 alone: the model's own parameters. bf16 alone: the
+model holds bf16, masters lie beside it, and a gradient moves to its master as soon as the layer's
+backward is done, so accumulation is in fp32. More ranks: FSDP2 keeps fp32 shards and casts when it
+gathers; a master is this rank's shard, the same memory, since AdamW works element by element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Weights:
         self.scorer = scorer
         self.ranks = ranks
         self.dtype = dtype
-        self._separate = dtype != torch.float32 and ranks.size == 1
         scorer.to(ranks.device)
         if ranks.size > 1:
             _shard(scorer, ranks, dtype)
@@ -49,7 +48,9 @@ class Weights:
         return scorer
 
     def _make_masters(self) -> list[nn.Parameter]:
-        if not self._separate:
+        if self.ranks.size > 1:
+            return [nn.Parameter(_local(p.detach())) for p in self.params]
+        if self.dtype == torch.float32:
             return self.params
         masters = [nn.Parameter(p.detach().clone()) for p in self.params]
         for param, master in zip(self.params, masters, strict=True):
@@ -57,9 +58,16 @@ class Weights:
             param.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         return masters
 
+    def collect_gradients(self) -> list[Tensor]:
+        """This rank's part of each gradient that exists, as the masters' ``grad``."""
+        if self.ranks.size > 1:
+            for param, master in zip(self.params, self.masters, strict=True):
+                master.grad = None if param.grad is None else _local(param.grad)
+        return [master.grad for master in self.masters if master.grad is not None]
+
     def masters_changed(self) -> None:
         """Bring the forward pass up to date after the masters were written."""
-        if self._separate:
+        if self.ranks.size == 1 and self.dtype != torch.float32:
             with torch.no_grad():
                 for param, master in zip(self.params, self.masters, strict=True):
                     param.copy_(master)
@@ -69,35 +77,32 @@ class Weights:
         for tensor in (*self.params, *self.masters):
             tensor.grad = None
 
-    def local_masters(self) -> list[Tensor]:
-        """This rank's part of each master; a view, so writing to it writes the weight."""
-        return [local(master.detach()) for master in self.masters]
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's part of each gradient that exists."""
-        return [local(master.grad) for master in self.masters if master.grad is not None]
-
     def row_slices(self) -> list[tuple[tuple[int, ...], int]]:
         """Global shape, and first row of this rank's part, per weight."""
-        return [_global_shape_and_start(master, self.ranks) for master in self.masters]
+        return [_global_shape_and_start(param, self.ranks) for param in self.params]
 
     def specs(self) -> list[TensorSpec]:
         """What ``full_tensors`` yields: HF names, dtype of the forward pass, shapes."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [
-            TensorSpec(name=name, dtype=dtype, shape=tuple(master.shape))
-            for name, master in zip(self.names, self.masters, strict=True)
+            TensorSpec(name=name, dtype=dtype, shape=tuple(param.shape))
+            for name, param in zip(self.names, self.params, strict=True)
         ]
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights one by one, rounded to the dtype of the forward pass; collective."""
-        for name, master in zip(self.names, self.masters, strict=True):
-            value = master.detach()
+        for name, param in zip(self.names, self.params, strict=True):
+            value = param.detach()
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             yield name, whole.to(self.dtype)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, tied weights once."""
+        return sum(param.numel() for param in self.params)
 
-def local(tensor: Tensor) -> Tensor:
+
+def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without copying."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
