@@ -1,0 +1,169 @@
+"""The trainer's half of the broadcast transport; one object in each trainer rank's process.
+
+All methods block and are called on every rank in the same order; only ``abort`` may be called
+while another runs, from another thread. Rank 0 sends, the others take part in the export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+import torch
+
+from runtime.engines.collective import CollectiveGroup
+from runtime.engines.protocol import TensorSpec
+from runtime.errors import ContractViolation
+from runtime.publication.checksum import Checksums
+from runtime.publication.groups import GroupPlan
+from runtime.publication.limits import BUCKET_BYTES
+from runtime.publication.safetensors_file import spec_bytes, spec_of
+from runtime.publication.snapshot import WeightExport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a broadcast will carry."""
+
+    checksums: dict[str, str]
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+    """Specs of each bucket, in the order they are sent."""
+    num_bytes: int
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors of all buckets."""
+        return len(self.checksums)
+
+
+class BroadcastSender:
+    """Sends the exported weights bucket by bucket.
+
+    Args:
+        backend: this rank's trainer.
+        rank: of the trainer; 0 sends.
+        bucket_bytes: size of a bucket at most; a larger tensor goes alone.
+    """
+
+    def __init__(
+        self, backend: WeightExport, *, rank: int = 0, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._backend = backend
+        self._rank = rank
+        self._bucket_bytes = bucket_bytes
+        self._group: CollectiveGroup | None = None
+        self._lock = threading.Lock()
+        self._sending: Future[None] | None = None
+        self._next = 0
+        self._export: Iterator[list[tuple[str, torch.Tensor]]] | None = None
+
+    def describe(self) -> Description:
+        """Walk through the export once for specs and checksums; nothing is sent."""
+        total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
+        buckets: list[tuple[TensorSpec, ...]] = []
+        with Checksums(total, self._bucket_bytes) as sums:
+            for bucket in self._backend.export_weights(self._bucket_bytes):
+                buckets.append(tuple(spec_of(name, tensor) for name, tensor in bucket))
+                for name, tensor in bucket:
+                    sums.add(name, tensor.detach().contiguous().cpu())
+            checksums = sums.result()
+        return Description(checksums=checksums, buckets=tuple(buckets), num_bytes=sums.num_bytes)
+
+    def free_port(self, host: str) -> int:
+        """A port that nobody listens on now; one taken meanwhile fails ``open_group``."""
+        with socket.create_server((host, 0)) as server:
+            return server.getsockname()[1]
+
+    def open_group(self, plan: GroupPlan, timeout_s: float) -> None:
+        """Make the group; returns when all ranks have joined.
+
+        Raises:
+            RuntimeError: if not all join within ``timeout_s``.
+        """
+        self.abort()
+        if self._rank != 0:
+            return
+        group = CollectiveGroup(
+            host=plan.host,
+            port=plan.port,
+            rank=0,
+            world_size=plan.world_size,
+            name=plan.name,
+            backend=plan.backend,
+            timeout_s=timeout_s,
+        )
+        with self._lock:
+            self._group = group
+
+    def send_bucket(self, index: int) -> None:
+        """Broadcast one bucket; 0 begins a new walk through the export.
+
+        Raises:
+            ContractViolation: if it is not the next one, or there is no group.
+            RuntimeError: if a peer is gone, ``abort`` was called, or the group's timeout passed.
+        """
+        sending = self._start(index)
+        # An error raised here is kept by whoever called; it must not keep the group alive with it,
+        # since peers learn of an abort only when the group is gone.
+        if sending is not None:
+            sending.result()
+
+    def abort(self) -> None:
+        """Leave the group; a broadcast under way fails here at once. Idempotent.
+
+        Peers learn of it when the group's sockets close: at once too, or at the group's timeout if
+        gloo was inside an operation, which nothing can interrupt.
+        """
+        with self._lock:
+            group, self._group = self._group, None
+            sending, self._sending = self._sending, None
+        if sending is not None:
+            _settle(sending, RuntimeError("the broadcast was aborted"))
+        if group is not None:
+            group.close()
+
+    def _start(self, index: int) -> Future[None] | None:
+        """Take the next bucket and begin to send it; None on ranks that do not send."""
+        if index == 0:
+            self._export, self._next = self._backend.export_weights(self._bucket_bytes), 0
+        with self._lock:
+            group = self._group
+        if self._export is None or index != self._next or (self._rank == 0 and group is None):
+            raise ContractViolation(f"bucket {index} out of turn: next is {self._next}")
+        bucket = next(self._export, None)
+        if bucket is None:
+            raise ContractViolation(f"the export ended before bucket {index}")
+        self._next += 1
+        if group is None:
+            return None
+        sending: Future[None] = Future()
+        with self._lock:
+            self._sending = sending
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        # A thread that can be left behind: gloo ends an operation at its timeout and not before.
+        threading.Thread(
+            target=_send, args=(group, tensors, sending), name="broadcast", daemon=True
+        ).start()
+        return sending
+
+
+def _send(group: CollectiveGroup, tensors: list[torch.Tensor], sending: Future[None]) -> None:
+    try:
+        group.broadcast(tensors)
+    except Exception as exc:  # handed over as text: its traceback holds the group
+        _settle(sending, RuntimeError(f"{type(exc).__name__}: {exc}"))
+    else:
+        _settle(sending, None)
+
+
+def _settle(sending: Future[None], error: Exception | None) -> None:
+    """Set the outcome unless it is set."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            sending.set_result(None)
+        else:
+            sending.set_exception(error)

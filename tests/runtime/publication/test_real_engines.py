@@ -1,0 +1,237 @@
+"""Publications to real embedded servers over HTTP, by both transports."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runtime.engines.protocol import GenerateRequest, SamplingSettings
+from runtime.errors import PublicationFailed
+from runtime.policy import PolicyId
+from runtime.publication.broadcast import BroadcastTransport
+from runtime.publication.checksum import checksums
+from runtime.publication.disk import DiskTransport
+from runtime.publication.transaction import Publisher
+from tests.contracts.tiny_models import save_model, tiny_qwen3
+from tests.runtime.publication.real_engines import ModelTrainer, engines
+from tests.runtime.publication.tiny_engines import Faults, FaultyClient
+
+P1, P2, P3 = PolicyId(1, 1), PolicyId(1, 2), PolicyId(1, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    return save_model(tiny_qwen3(0), tmp_path_factory.mktemp("model"))
+
+
+class Home:
+    """A trainer, a publisher over one transport, and what was killed."""
+
+    def __init__(self, kind: str, folder, tmp_path) -> None:
+        self.trainer = ModelTrainer(AutoModelForCausalLM.from_pretrained(folder))
+        self.transport = (
+            DiskTransport(self.trainer, tmp_path)
+            if kind == "disk"
+            else BroadcastTransport(self.trainer, group_timeout_s=4.0)
+        )
+        self.killed: list[int] = []
+        self.publisher = Publisher(
+            transport=self.transport, kill=self.kill, record_path=tmp_path / "publications.jsonl"
+        )
+
+    async def kill(self, slot: int, incarnation: str, reason: str) -> None:
+        self.killed.append(slot)
+
+    async def publish(self, policy, targets):
+        self.trainer.train()
+        return await self.publisher.publish(policy, targets, mode="refresh")
+
+    def weights(self):
+        return checksums(self.trainer.model.named_parameters())
+
+
+@pytest.fixture(params=["disk", "broadcast"])
+def home(request, folder, tmp_path):
+    return partial(Home, request.param, folder, tmp_path)
+
+
+def test_both_engines_hold_exactly_the_trainers_weights(home, folder):
+    async def main():
+        house = home()
+        async with engines(folder, 2) as targets:
+            for policy in (P1, P2, P3):
+                decision = await house.publish(policy, targets)
+                assert [v.slot for v in decision.verified] == [0, 1]
+                for target in targets:
+                    assert await target.client.checksums() == house.weights()
+                    assert await target.client.policy() == str(policy)
+                    assert await target.client.is_alive(timeout_s=20)
+            await house.publisher.close()
+        assert house.killed == []
+
+    anyio.run(main)
+
+
+def test_running_requests_go_on_with_spans_of_both_policies(home, folder):
+    async def main():
+        house = home()
+        async with engines(folder, 1) as targets:
+            await house.publish(P1, targets)
+            client = targets[0].client
+            sampling = SamplingSettings(max_new_tokens=300, ignore_eos=True)
+            request = GenerateRequest(
+                rid="long", input_ids=(1, 2, 3), sampling=sampling, salt=str(P1)
+            )
+            got = []
+
+            async def generate():
+                got.extend(await client.generate(request, deadline_s=30))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(generate)
+                while (await client.load()).generated_tokens < 20:
+                    await anyio.lowlevel.checkpoint()
+                decision = await house.publish(P2, targets)
+            assert decision.verified[0].pause == "in_place"
+            (generation,) = got
+            assert [s.policy for s in generation.spans] == [P1, P2]
+            assert generation.spans[-1].end == len(generation.token_ids) == 300
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+CALLS = {
+    "disk": ["pause", "update_from_disk", "checksums", "set_policy", "policy", "resume"],
+    "broadcast": [
+        "pause", "begin_update", "init_update_group", "update_from_distributed", "end_update",
+        "checksums", "set_policy", "policy", "resume",
+    ],
+}  # fmt: skip
+STEPS = [
+    (kind, call, how)
+    for kind, calls in CALLS.items()
+    for call in calls
+    for how in ("refuse", "lose")
+    # An engine that never joins costs the whole limit of joining: see the next test.
+    if call != "init_update_group"
+]
+
+
+@pytest.mark.parametrize(("kind", "call", "how"), STEPS)
+def test_one_of_two_engines_failing_at_each_step_is_left_behind(kind, call, how, folder, tmp_path):
+    async def main():
+        house = Home(kind, folder, tmp_path)
+        faults = Faults()
+        async with engines(folder, 2) as targets:
+            first = [_wrapped(t, faults) for t in targets]
+            await house.publish(P1, first)
+            faults.plan[1, call] = how
+            decision = await house.publish(P2, first)
+            assert sum(faults.fired.values()) >= 1
+            assert [v.slot for v in decision.verified] == [0]
+            assert [f.slot for f in decision.failed] == [1]
+            assert house.killed == [1]
+            assert await targets[0].client.checksums() == house.weights()
+            assert await targets[0].client.policy() == str(P2)
+            faults.plan.clear()
+            await house.publish(P3, first[:1])
+            assert await targets[0].client.checksums() == house.weights()
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+def test_an_engine_that_does_not_join_the_group_is_left_behind(folder, tmp_path):
+    async def main():
+        house = Home("broadcast", folder, tmp_path)
+        faults = Faults()
+        async with engines(folder, 2) as targets:
+            wrapped = [_wrapped(t, faults) for t in targets]
+            faults.plan[1, "init_update_group"] = "refuse"
+            decision = await house.publish(P1, wrapped)
+            assert [v.slot for v in decision.verified] == [0]
+            assert house.killed == [1]
+            assert house.transport.num_groups == 2
+            assert await targets[0].client.checksums() == house.weights()
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+def test_when_all_engines_fail_the_retry_publishes(kind, folder, tmp_path):
+    async def main():
+        house = Home(kind, folder, tmp_path)
+        faults = Faults()
+        call = "update_from_disk" if kind == "disk" else "update_from_distributed"
+        async with engines(folder, 2) as targets:
+            wrapped = [_wrapped(t, faults) for t in targets]
+            await house.publish(P1, wrapped)
+            for slot in (0, 1):
+                faults.plan[slot, call] = "refuse"
+            with pytest.raises(PublicationFailed):
+                await house.publish(P2, wrapped)
+            assert house.killed == []
+            assert house.publisher.published == P1
+            faults.plan.clear()
+            decision = await house.publish(P2, wrapped)
+            assert [v.slot for v in decision.verified] == [0, 1]
+            for target in targets:
+                assert await target.client.checksums() == house.weights()
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+def test_an_engines_refusal_never_hangs_the_trainer(folder, tmp_path):
+    """One engine answers 400 at once while the trainer and the other are inside the broadcast."""
+
+    async def main():
+        house = Home("broadcast", folder, tmp_path)
+        async with engines(folder, 2) as targets:
+            await house.publish(P1, targets)
+            await targets[1].client.destroy_update_group(house.transport._group.name)
+            decision = await house.publish(P2, targets)
+            # The group was stale, no engine was at fault: a new one serves both.
+            assert [v.slot for v in decision.verified] == [0, 1]
+            assert house.transport.num_groups == 2
+            for target in targets:
+                assert await target.client.checksums() == house.weights()
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+def test_engines_keep_nothing_of_the_files_they_loaded(folder, tmp_path):
+    """Folders are written over in place: an engine that mapped them would change with them."""
+
+    async def main():
+        house = Home("disk", folder, tmp_path)
+        async with engines(folder, 1) as targets:
+            await house.publish(P1, targets)
+            (path,) = tmp_path.glob("milepost-*/*/model.safetensors")
+            held = await targets[0].client.checksums()
+            with path.open("r+b") as file:
+                file.write(b"\0" * path.stat().st_size)
+            assert await targets[0].client.checksums() == held == house.weights()
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+def _wrapped(target, faults: Faults):
+    class Engine:
+        slot = target.slot
+        url = target.client.url
+
+        def __getattr__(self, name):
+            return getattr(target.client, name)
+
+    client = FaultyClient(Engine(), faults)
+    return type(target)(slot=target.slot, incarnation=target.incarnation, client=client)
