@@ -94,10 +94,11 @@ def pending(root: RunRoot, records: Sequence[Record], here: HostBoot) -> Pending
 
 
 def _is_over(attempt: AttemptDir, claim: Claim, here: HostBoot) -> bool:
-    if claim.launcher != LOCAL or claim.host != here.host:
-        return False
-    if claim.boot_id != here.boot_id:
+    where = HostBoot(claim.host, claim.boot_id)
+    if claim.launcher == LOCAL and here.has_restarted_since(where):
         return True
+    if claim.launcher != LOCAL or where != here:
+        return False
     data = atomic.read_bytes(attempt.started)
     if data is None:
         return not is_alive(claim.pid, claim.started)

@@ -34,7 +34,7 @@ class Presence:
         owner = f"the guard of attempt {epoch.attempt} (pid {epoch.pid} on {epoch.host})"
         if where == self._here and not is_alive(epoch.pid, epoch.started):
             return f"{owner} is gone"
-        if where.host == self._here.host and where.boot_id != self._here.boot_id:
+        if self._here.has_restarted_since(where):
             return f"{owner} ended with a restart of its host"
         watch = self._watch or self._start(records)
         if watch.has_lapsed((epoch.epoch, Mark.of(self._root.lease))):

@@ -29,15 +29,23 @@ ATTEMPT_VARIABLE = "MILEPOST_ATTEMPT_DIR"
 
 @dataclass(frozen=True, slots=True)
 class HostBoot:
-    """One boot of one host: within it pid and start time name a process."""
+    """One boot and pid namespace of one host: within it pid and start time name a process."""
 
     host: str
     boot_id: str
 
     @classmethod
     def here(cls) -> HostBoot:
-        """This host and its present boot."""
+        """This host, its present boot and this pid namespace."""
         return cls(socket.gethostname(), enter.boot_id())
+
+    def has_restarted_since(self, then: HostBoot) -> bool:
+        """Whether this host was booted again since ``then``: every process of then is gone.
+
+        A container of the same host and boot is neither here nor gone: its pids mean nothing to us.
+        """
+        boots = (self.boot_id.partition(".")[0], then.boot_id.partition(".")[0])
+        return self.host == then.host and boots[0] != boots[1]
 
 
 class ProcessEntry(BaseModel):

@@ -148,7 +148,11 @@ class Guard:
         with Switch() as switch:
             self._announce(epoch, lease, switch)
             session = self._start_session(epoch.epoch)
-            returncode, killed_by = self._watch(session, lease, epoch)
+            try:
+                returncode, killed_by = self._watch(session, lease, epoch)
+            except BaseException:
+                session.kill()
+                raise
         self._reap(epoch.epoch)
         if returncode is None:
             return EXIT_NOT_OWNER

@@ -6,7 +6,8 @@ consumed digest is the hash chain of all updates, so a lost or doubled update sh
 
 ``DUMMY`` (JSON): updates, every (updates per commit), kill_at (own SIGKILL before that file
 operation), hang_at (update at which it waits for ever), exit_status, fail (message), spawn
-(starts a child that ignores everything), silent (no last words).
+(starts a child that ignores everything), silent (no last words), distrusts (updates of commits
+that it finds damaged), deaf (ignores SIGTERM).
 """
 
 import hashlib
@@ -87,6 +88,10 @@ def main() -> int:
     epoch = history.newest_epoch(records)
     restored = history.restored_commit(records)
     update, digest = (restored.update, restored.consumed_digest) if restored else (0, "")
+    if restored and restored.update in asked.get("distrusts", ()):
+        older = history.standing_commits(records)[-2]
+        epoch = chain.retake(older, reason="damaged", time=time.time())
+        update, digest = older.update, older.consumed_digest
     if restored is None:
         commit(chain, epoch.epoch, 0, "")
     view = workflow.WorkflowFile(attempt.root, epoch=epoch.epoch)

@@ -1,5 +1,6 @@
 """The guard with real processes: what it writes, and what no kill can make it write."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runtime.errors import DiskFull
 from runtime.rundir import atomic, enter, history, workflow
 from runtime.rundir.attempt import AttemptFile, GuardFile
 from runtime.rundir.control import Control
@@ -18,12 +20,9 @@ from runtime.rundir.journal import read_rows
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.liveness import Mark
 from runtime.rundir.processes import HostBoot
-from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
+from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord, FileEntry
 from runtime.session.deadman import EXIT_GUARD_GONE
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, Guard
-
-HERE = Path(__file__).parent
-
+from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, Guard, newest_present
 
 QUICK_CODE = """
 import json, pathlib, sys
@@ -48,6 +47,25 @@ def start_guard(attempt: AttemptDir, *argv: str) -> subprocess.Popen[bytes]:
     with attempt.guard_log.open("ab") as log:
         env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
         return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+
+
+def killed_guard(attempt: AttemptDir, *, operations: int) -> int:
+    """A guard in a fork of this process, killed before the file operation after so many."""
+    pid = os.fork()
+    if pid == 0:
+        status = 70
+        try:
+            left = iter(range(operations))
+
+            def probe(operation: str, path: Path) -> None:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            atomic.probe = probe
+            status = Guard(attempt).run()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def wait_for(condition, what: str, timeout_s: float = 20.0):
@@ -237,8 +255,8 @@ def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: 
     assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_ENDED
     assert session.is_running()
     after = snapshot(root)
-    os.kill(guard.pid, signal.SIGCONT)
     session.resume()
+    os.kill(guard.pid, signal.SIGCONT)
     assert guard.wait(20) == EXIT_NOT_OWNER
     wait_for(lambda: enter.started(session.pid) is None, "the old session to leave")
     assert snapshot(root) == after
@@ -298,10 +316,7 @@ def test_kill_at_every_write_of_the_guard(attempt, records, root: RunRoot) -> No
         folder = attempt(number)
         spec = AttemptFile.read(folder).model_copy(update={"session": QUICK_SESSION})
         atomic.write_bytes(folder.attempt, spec.encode())
-        script = str(HERE / "killed_guard.py")
-        status = start_guard(
-            folder, sys.executable, script, str(folder.path), str(number - 1)
-        ).wait(20)
+        status = killed_guard(folder, operations=number - 1)
         ends = [r for r in records() if isinstance(r, EndRecord)]
         assert len(ends) <= 1
         if status == EXIT_ENDED:
@@ -311,6 +326,87 @@ def test_kill_at_every_write_of_the_guard(attempt, records, root: RunRoot) -> No
     assert kills >= 15
     assert history.is_complete(records())
     assert workflow.read(root).state == "complete"
+
+
+def test_a_session_that_finds_its_commit_damaged_begins_a_further_epoch(
+    attempt, records, root: RunRoot
+) -> None:
+    Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
+    Guard(attempt(updates=9, hang_at=3)).run()
+    assert history.committed_update(records()) == 3
+    assert Guard(attempt(2, updates=5, distrusts=[3])).run() == EXIT_ENDED
+    epochs = [(r.epoch, r.attempt, r.restored) for r in records() if r.kind == "epoch"]
+    assert epochs == [(1, 1, None), (2, 2, "e1.u3"), (3, 2, "e1.u2")]
+    assert records()[-1].epoch == workflow.read(root).epoch == 3
+    check_history(root, records())
+
+
+def test_a_full_disk_before_the_epoch_starts_nothing(attempt, records, root, monkeypatch) -> None:
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and path.parent == root.chain:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(atomic, "probe", full)
+    folder = attempt()
+    with pytest.raises(DiskFull):
+        Guard(folder).run()
+    assert records() == ()
+    assert not folder.session_log.exists()
+    assert Mark.of(root.lease) is None
+
+
+def test_the_reserve_makes_room_for_the_end_record(attempt, last_end, root, monkeypatch) -> None:
+    folder = attempt()
+
+    def full(operation: str, path: Path) -> None:
+        # Room for all until the session has ended; then only what the reserve frees.
+        if operation == "write" and folder.outcome.exists() and folder.reserve.exists():
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(atomic, "probe", full)
+    assert Guard(folder).run() == EXIT_ENDED
+    assert last_end().state == "complete"
+    assert not folder.reserve.exists()
+
+
+def test_a_full_disk_for_the_view_ends_nothing(attempt, records, root, monkeypatch) -> None:
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and "workflow.json" in path.name:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(atomic, "probe", full)
+    assert Guard(attempt()).run() == EXIT_ENDED
+    assert workflow.current(root, records(), now=0.0).state == "complete"
+
+
+def test_the_guard_restores_the_newest_commit_whose_files_are_there(tmp_path: Path) -> None:
+    root = RunRoot.of(tmp_path)
+    entry = FileEntry(name="a", size=3, sha256="0" * 64)
+    made = [
+        CommitRecord(
+            seq=update + 1,
+            epoch=1,
+            time=0.0,
+            format_version=1,
+            update=update,
+            policy=f"e1.u{update}",
+            training_digest="t",
+            layout={},
+            data_fingerprint="d",
+            ledger_checksum="l",
+            consumed_digest="c",
+            folder=f"c{update}",
+            files=(entry,),
+        )
+        for update in range(3)
+    ]
+    assert newest_present(root, ()) is None
+    # None is there: the newest is named, and the session says what it found.
+    assert newest_present(root, made) == made[2]
+    for update, data in ((0, b"abc"), (1, b"abc"), (2, b"ab")):
+        (tmp_path / f"c{update}").mkdir()
+        (tmp_path / f"c{update}" / "a").write_bytes(data)
+    assert newest_present(root, made) == made[1]
 
 
 def test_every_process_is_entered_before_its_exec(attempt, root: RunRoot) -> None:
