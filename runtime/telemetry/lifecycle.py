@@ -5,6 +5,8 @@ Pauses and resumptions of generation, publications, evaluations, engine starts a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 from runtime.telemetry.rows import RowWriter
@@ -28,3 +30,8 @@ class LifecycleLog:
         """
         self._rows.append({"event": event.value, "update": update, **fields})
         _log.info(event, update=update, **fields)
+
+    def heard(self, event: Event, fields: Mapping[str, object]) -> None:
+        """``record`` in the shape of the listeners of pool and gate."""
+        self._rows.append({"event": event.value, "update": None, **fields})
+        _log.info(event, **fields)

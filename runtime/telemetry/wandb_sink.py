@@ -56,6 +56,18 @@ class WandbSettings:
     max_queued_rows: int = 10_000
 
 
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    axis: Axis
+    step: float
+    values: dict[str, float]
+    count: int = 1
+    """Rows of the caller in it."""
+
+    def joins(self, other: _Row) -> bool:
+        return self.step == other.step and self.values.keys().isdisjoint(other.values)
+
+
 class WandbSink:
     """Hands rows to W&B. Any failure is logged once and stops nothing; dropped rows are counted."""
 
@@ -70,7 +82,7 @@ class WandbSink:
         self._root = root
         self._settings = settings
         self._owner = owner
-        self._queue: queue.Queue[dict[str, object]] = queue.Queue(settings.max_queued_rows)
+        self._queue: queue.Queue[_Row] = queue.Queue(settings.max_queued_rows)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
         self._dead = settings.mode == "disabled"
@@ -100,12 +112,9 @@ class WandbSink:
         if self._dead:
             self._count_dropped(1)
             return
-        row: dict[str, object] = {name: v for name, v in values.items() if v is not None}
-        row[axis.value] = step
-        row["attempt"] = self._owner.attempt
-        row["epoch"] = self._owner.epoch
+        measured = {name: v for name, v in values.items() if v is not None}
         try:
-            self._queue.put_nowait(row)
+            self._queue.put_nowait(_Row(axis=axis, step=step, values=measured))
         except queue.Full:
             self._count_dropped(1)
             self._tell(Event.TRACKING_FAILED, reason="the queue is full: rows are being dropped")
@@ -206,17 +215,34 @@ class WandbSink:
         )
 
     def _pump(self, run: Any) -> None:
+        # A call costs far more than a key: rows of one step go out as one, as long as no key comes
+        # twice. What waits goes out with the next step of its axis, or when nothing came for a bit.
+        waiting: dict[Axis, _Row] = {}
         while True:
             try:
                 row = self._queue.get(timeout=0.2)
             except queue.Empty:
+                for late in waiting.values():
+                    self._send(run, late)
+                waiting.clear()
                 if self._closing.is_set():
                     return
                 continue
-            run.log(row)
-            self.sent += 1
-            if self.sent % _DISK_CHECK_EVERY == 1:
-                self._check_disk()
+            before = waiting.get(row.axis)
+            if before is not None and before.joins(row):
+                before.values |= row.values
+                before.count += 1
+                continue
+            waiting[row.axis] = row
+            if before is not None:
+                self._send(run, before)
+
+    def _send(self, run: Any, row: _Row) -> None:
+        owner = {"attempt": self._owner.attempt, "epoch": self._owner.epoch}
+        run.log({**row.values, row.axis.value: row.step, **owner})
+        if self.sent // _DISK_CHECK_EVERY != (self.sent + row.count) // _DISK_CHECK_EVERY:
+            self._check_disk()
+        self.sent += row.count
 
     def _check_disk(self) -> None:
         free = shutil.disk_usage(self._root).free

@@ -102,6 +102,8 @@ def test_offline_files_hold_every_row_on_its_axis_and_no_network_is_touched(
 r = recorder(settings()).start()
 for i in range(1, 51):
     r.metrics.log(Axis.TRAIN, i, {"train/loss": i / 2, "train/policy_grad_norm": None})
+    r.contracts.write("optimizer", update=i, holds=True, values={"policy_loss": 0.0})
+r.metrics.log(Axis.TRAIN, 50, {"train/loss": 7.0})
 r.metrics.log(Axis.ERRORS, 15.0, {"errors/transport_groups": 1})
 r.close()
 answer["left"] = len(service())
@@ -117,18 +119,21 @@ answer["left"] = len(service())
     assert answer["stderr"] == ""
     history, metrics = recorded(tmp_path)
     steps = [row["train/update"] for row in history if "train/update" in row]
-    assert [int(str(step)) for step in steps] == list(range(1, 51))
+    # Rows of one step are one; a key that comes again is a row of its own.
+    assert [int(str(step)) for step in steps] == [*range(1, 51), 50]
+    joined = [row for row in history if "contracts/optimizer/policy_loss" in row]
+    assert [float(str(row["train/loss"])) for row in joined] == [i / 2 for i in range(1, 51)]
     assert all("train/policy_grad_norm" not in row for row in history)
     assert {str(row["epoch"]) for row in history} == {"1"}
     axes = {str(m["glob_name"]): m["step_metric"] for m in metrics if m.get("glob_name")}
     assert axes["errors/*"] == "errors/elapsed_seconds"
     assert axes["train/*"] == "train/update"
     local = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(local) == len(history) == 51
+    assert len(local) == len(history) == 52
     (ended,) = named(tmp_path, "tracking.ended")
-    assert (ended["num_sent"], ended["num_dropped"]) == (51, 0)
-    outside = {p.name for p in tmp_path.iterdir()} - {"wandb", "metrics.jsonl", "session.log"}
-    assert not outside
+    assert (ended["num_sent"], ended["num_dropped"]) == (102, 0)
+    ours = {"wandb", "metrics.jsonl", "session.log", "contracts"}
+    assert {p.name for p in tmp_path.iterdir()} <= ours
 
 
 def test_a_resumed_run_keeps_its_id(session: Session, tmp_path: Path) -> None:
