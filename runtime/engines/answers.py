@@ -140,9 +140,8 @@ def _finish(reason: Mapping[str, object]) -> RunError | None:
 
 
 def _control(status: int, body: object) -> RunError | None:
-    refused = isinstance(body, dict) and cast(dict[str, object], body).get("success") is False
-    if status == 200 and not refused:
+    fields = cast(dict[str, object], body) if isinstance(body, dict) else {}
+    if status == 200 and fields.get("success") is not False:
         return None
-    return EngineRefused(
-        f"engine answered {status}: {text_of(body)}", status=status, body=text_of(body)
-    )
+    text = text_of(cast(object, body))
+    return EngineRefused(f"engine answered {status}: {text}", status=status, body=text)

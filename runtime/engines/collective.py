@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import (
     BroadcastOptions,
-    PrefixStore,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]  # documented, not re-exported
     ProcessGroupGloo,
-    TCPStore,
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # the same
 )
 
 from runtime.errors import UnavailableFeature
@@ -53,11 +54,12 @@ class CollectiveGroup:
             raise UnavailableFeature(f"not available yet: backend {backend!r} here; gloo is")
         timeout = timedelta(seconds=timeout_s)
         # Kept: the group's connections are made through it, and it dies with its last reference.
-        self._store = TCPStore(
+        self._store: Any = TCPStore(
             host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
         )
         inner = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
-        self._group = ProcessGroupGloo(inner, rank, world_size, timeout)
+        # Any: the stubs know none of its methods.
+        self._group: Any = ProcessGroupGloo(inner, rank, world_size, timeout)
         self._timeout = timeout
         self.rank = rank
 
@@ -67,9 +69,12 @@ class CollectiveGroup:
         Raises:
             RuntimeError: if a peer is gone or the timeout passes.
         """
+        group = self._group
+        if group is None:
+            raise RuntimeError("the broadcast group is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        works = [self._group.broadcast([tensor], options) for tensor in tensors]
+        works = [group.broadcast([tensor], options) for tensor in tensors]
         for work in works:
             work.wait(self._timeout)
 
@@ -80,5 +85,9 @@ class CollectiveGroup:
         return tensors
 
     def close(self) -> None:
-        """Leave; whoever still waits for a broadcast in this process gets an error. Idempotent."""
-        self._group.abort()
+        """Leave: our connections close, so that peers waiting for us get an error. Idempotent.
+
+        A thread of ours that waits for a broadcast keeps the connections open until its peer leaves
+        too, or its timeout passes.
+        """
+        self._group = self._store = None

@@ -57,7 +57,7 @@ def generations(answer: object, *, n: int) -> list[Generation]:
             missing or disagreeing log-probs, spans that do not tile, a version that is no policy
             id.
     """
-    samples = cast(list[object], answer) if isinstance(answer, list) else [answer]
+    samples = cast(list[object], answer if isinstance(answer, list) else [answer])
     if len(samples) != n:
         raise ContractViolation(f"asked for {n} samples and got {len(samples)}", num_samples=n)
     try:
@@ -65,7 +65,7 @@ def generations(answer: object, *, n: int) -> list[Generation]:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ContractViolation(
             f"an answer of /generate is not what the contract says: {error!r}",
-            answer=str(answer)[:500],
+            answer=str(samples)[:500],
         ) from error
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,57 @@ class RunningEngine:
     async def get(self, path: str) -> Answer:
         return await self.call("GET", path)
 
-    async def stream(self, body: dict[str, object]) -> tuple[int, list[Any]]:
-        """Status and all events of a streaming call; the last one must be [DONE]."""
+    async def until(self, *, waiting: int, running: int) -> None:
+        """Until that many requests wait and run; the test's own timeout bounds it."""
+        while True:
+            load = (await self.get("/v1/loads")).body["aggregate"]
+            if (load["total_waiting_reqs"], load["total_running_reqs"]) == (waiting, running):
+                return
+            await asyncio.sleep(0)
+
+    @asynccontextmanager
+    async def stream(self, body: dict[str, object]) -> AsyncGenerator[Stream]:
+        """A streaming call under way; leaving the block drops the connection."""
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
             session.post(self.url + "/generate", json={**body, "stream": True}) as response,
         ):
-            text = (await response.read()).decode()
-        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-        assert events.pop() == "[DONE]"
-        return response.status, [orjson.loads(event) for event in events]
+            yield Stream(response)
+
+
+class Stream:
+    """Server-sent events of one call."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.status = response.status
+        self._response = response
+        self.is_over = False
+
+    async def next(self) -> Any:
+        """The next event; None at [DONE]."""
+        line = (await self._response.content.readuntil(b"\n\n")).strip()
+        if line == b"data: [DONE]":
+            self.is_over = True
+            return None
+        return orjson.loads(line.removeprefix(b"data: "))
+
+    async def tokens(self, count: int) -> Any:
+        """The first event with at least ``count`` tokens."""
+        while True:
+            event = await self.next()
+            if len(event["output_ids"]) >= count:
+                return event
+
+    async def rest(self) -> list[Any]:
+        """All events up to [DONE]."""
+        events: list[Any] = []
+        while (event := await self.next()) is not None:
+            events.append(event)
+        return events
+
+    async def last(self) -> Any:
+        """The last event before [DONE]."""
+        return (await self.rest())[-1]
 
 
 class ServerThread:
@@ -145,7 +186,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def start_engine(
     request: pytest.FixtureRequest, models: Models
 ) -> Callable[..., AbstractContextManager[RunningEngine]]:
-    """Start a server with limits of one's own: ``with start_engine(max_queued_requests=2) as e``."""
+    """Start a server with limits of one's own: ``with start_engine(max_queued_requests=2)``."""
     make = IMPLEMENTATIONS[request.param]
     return lambda **limits: make(models, **limits)
 

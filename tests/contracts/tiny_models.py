@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 VOCAB = 261
 EOS = 258
-CONTEXT = 512
+CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,10 +51,28 @@ def save_model(model: Any, folder: Path) -> Path:
     return folder
 
 
-def reference_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0):
+def reference_logprobs(
+    model: Any, prompt: list[int], output: list[int], *, temperature: float = 1.0
+) -> torch.Tensor:
     """Log-probs of ``output`` after ``prompt`` by one HF forward: float32 [len(output)]."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *output]])).logits[0].float() / temperature
     logprob_TV = torch.log_softmax(logits, dim=-1)
     at = torch.arange(len(prompt) - 1, len(prompt) + len(output) - 1)
     return logprob_TV[at, torch.tensor(output, dtype=torch.int64)]
+
+
+def reference_after_swap(
+    old: Any, new: Any, prompt: list[int], output: list[int], swap: int
+) -> torch.Tensor:
+    """Log-probs of ``output[swap:]`` when ``new`` goes on over the KV that ``old`` left.
+
+    The newest token has no KV yet when weights change, so ``new`` computes it.
+    """
+    with torch.inference_mode():
+        left = old(torch.tensor([[*prompt, *output[: swap - 1]]]), use_cache=True)
+        name = "cache" if hasattr(left, "cache") else "past_key_values"
+        cache = getattr(left, name)
+        logits = new(torch.tensor([output[swap - 1 :]]), **{name: cache}, use_cache=True).logits[0]
+    logprob_TV = torch.log_softmax(logits[:-1].float(), dim=-1)
+    return logprob_TV.gather(1, torch.tensor(output[swap:])[:, None]).squeeze(1)

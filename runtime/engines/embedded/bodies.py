@@ -120,20 +120,21 @@ def _prompts(fields: Mapping[str, Any], rules: Rules) -> tuple[list[tuple[int, .
             "value_error", ("body", "input_ids"), f"must be list or null; got {type(ids).__name__}"
         )
     if text is not None:
-        texts = text if isinstance(text, list) else [text]
+        texts = cast(list[object], text) if isinstance(text, list) else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise invalid_body("value_error", ("body", "text"), "must be str, list or null")
         if rules.encode is None:
             raise bad_request("text needs a tokenizer and this model has none; send input_ids.")
-        prompts = [rules.encode(t) for t in texts]
+        prompts = [rules.encode(str(t)) for t in texts]
         return [_ids(p, rules.vocab_size) for p in prompts], isinstance(text, list)
     if ids is None:
         raise bad_request("Either text, input_ids or input_embeds should be provided.")
     if not ids:
         raise bad_request("input_ids cannot be empty.")
-    if isinstance(ids[0], list):
-        return [_ids(p, rules.vocab_size) for p in ids], True
-    return [_ids(ids, rules.vocab_size)], False
+    lists = cast(list[object], ids)
+    if isinstance(lists[0], list):
+        return [_ids(p, rules.vocab_size) for p in lists], True
+    return [_ids(lists, rules.vocab_size)], False
 
 
 def _ids(ids: object, vocab_size: int) -> tuple[int, ...]:
@@ -216,8 +217,11 @@ def _sampling(given: object, rules: Rules) -> tuple[SamplingParams, int]:
 
 
 def _stop_strings(given: object, rules: Rules) -> tuple[str, ...]:
-    stops = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(isinstance(s, str) and s for s in cast(list[object], stops)):
+    if isinstance(given, list):
+        stops = cast(list[object], given)
+    else:
+        stops = [] if given is None else [given]
+    if not all(isinstance(s, str) and s for s in stops):
         raise bad_request("stop must be a text or a list of texts, none of them empty.")
     if stops and rules.encode is None:
         raise bad_request("stop needs a tokenizer and this model has none; use stop_token_ids.")
@@ -255,8 +259,10 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    if isinstance(value, list) and value and all(v is value[0] for v in cast(list[object], value)):
-        return bool(value[0])
+    if isinstance(value, list):
+        values = cast(list[object], value)
+        if values and isinstance(values[0], bool) and all(v is values[0] for v in values):
+            return values[0]
     raise invalid_body("value_error", ("body", name), "must be bool or null")
 
 

@@ -6,9 +6,13 @@ Slots are kept dense: when a request leaves, the last one moves into its slot. A
 reads a plain view [:B, :, :length], where a gather would copy every request's history every step.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -125,11 +129,13 @@ class _Layer(CacheLayerMixin):
 class _PrefillLayer(_Layer):
     """Hands keys and values through and keeps them."""
 
+    read: tuple[Tensor, Tensor]
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = key_states, value_states
-        return key_states, value_states
+        self.read = key_states, value_states
+        return self.read
 
 
 class _DecodeLayer(_Layer):
@@ -154,7 +160,8 @@ class PrefillCache(Cache):
 
     def prefilled(self) -> Prefilled:
         """What the forward left behind."""
-        return Prefilled([x.keys for x in self.layers], [x.values for x in self.layers])
+        layers = cast(list[_PrefillLayer], self.layers)
+        return Prefilled([x.read[0] for x in layers], [x.read[1] for x in layers])
 
 
 class DecodeCache(Cache):

@@ -18,6 +18,10 @@ Memory: every request needs prompt + max_new_tokens positions, reserved on admis
 to be taken from a running request later on.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -4,6 +4,10 @@ Calls wait in tickets; the decoder's thread reports once per step, and the event
 came to the tickets. All methods are called on the event loop's thread.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -99,7 +103,7 @@ class Engine:
             max_queued=settings.max_queued_requests,
             waiting_timeout_s=settings.waiting_timeout_s,
             running_timeout_s=settings.running_timeout_s,
-            on_failure=lambda: self._loop.call_soon_threadsafe(lambda: self.on_death()),
+            on_failure=self._report_death,
         )
         # Reading files and waiting for broadcasts; two, so that a bucket that never comes does not
         # keep its group from being destroyed.
@@ -152,6 +156,10 @@ class Engine:
             self._loop.call_soon_threadsafe(self._hand_out, progress)
         except RuntimeError:
             return  # the loop is closed: nobody waits any more
+
+    def _report_death(self) -> None:
+        """From the decoder's thread."""
+        self._loop.call_soon_threadsafe(lambda: self.on_death())
 
     def _hand_out(self, progress: list[Progress]) -> None:
         for report in progress:

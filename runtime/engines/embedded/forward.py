@@ -3,6 +3,10 @@
 Suffixes: P prompts, T padded length, B rows in use, V vocabulary, U distinct prompt lengths.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import inspect

@@ -9,6 +9,10 @@ forward.
 Suffixes: B rows, L attended positions, H heads, K KV heads, G = H / K, D head size, C hidden size.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from runtime.engines.embedded.envelopes import (
     invalid_body,
     unavailable_error,
 )
-from runtime.engines.embedded.requests import QUEUE_FULL, Request, unavailable
+from runtime.engines.embedded.requests import ENGINE_STOPPED, QUEUE_FULL, Request, unavailable
 from runtime.engines.embedded.scheduler import DuplicateRid, EngineStopped, Progress, QueueFull
 
 EngineKey = web.AppKey("EngineKey", Engine)
@@ -30,8 +30,6 @@ async def generate(http: web.Request) -> web.StreamResponse:
         ticket = engine.open(call)
     except DuplicateRid as error:
         raise bad_request(f"Duplicate request ID detected: {error}") from error
-    except EngineStopped as error:
-        raise unavailable_error("The engine has stopped.") from error
     except QueueFull as error:
         if not call.stream:
             raise unavailable_error(QUEUE_FULL) from error
@@ -68,6 +66,8 @@ def _whole(engine: Engine, ticket: Ticket, received: float) -> web.Response:
     samples: list[dict[str, Any]] = []
     for request in ticket.call.requests:
         finish = request.finish or {}
+        if finish.get("message") == ENGINE_STOPPED:
+            raise EngineStopped
         if finish.get("status_code"):
             # One refused sample fails the whole call, whatever its siblings brought.
             raise unavailable_error(str(finish["message"]))
@@ -118,7 +118,7 @@ def _sample(engine: Engine, progress: Progress, received: float) -> dict[str, An
         "id": request.rid,
         "finish_reason": progress.finish,
         "prompt_tokens": len(request.prompt),
-        "weight_version": request.version or engine.decoder.version,
+        "weight_version": request.version if progress.finish else engine.decoder.version,
         "num_retractions": request.num_retractions,
     }
     # As upstream: one that never ran has no log-probs at all.

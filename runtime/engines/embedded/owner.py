@@ -76,7 +76,7 @@ class EmbeddedOwner:
         try:
             ready = self._ready(self._process)
         except BaseException:
-            self.stop()
+            self._end(grace_s=0.0)  # it has nothing to finish
             raise
         return EngineAddress(
             slot=self.slot, incarnation=incarnation, url=ready["url"], pid=int(ready["pid"])
@@ -89,13 +89,16 @@ class EmbeddedOwner:
 
     def stop(self) -> None:
         """End the server: close its pipe, then kill what is left after a grace. Idempotent."""
+        self._end(grace_s=STOP_GRACE_S)
+
+    def _end(self, *, grace_s: float) -> None:
         process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(BrokenPipeError, OSError):
             process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_GRACE_S)
+            process.wait(grace_s)
         # Its session is its own, so this reaches what it started and nothing else.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ ABORTED: Finish = {"type": "abort", "message": "Aborted", "status_code": None, "
 ABORTED_WAITING: Finish = {"type": "abort", "message": "Abort in waiting queue"}
 QUEUE_FULL = "The request queue is full."
 WAITED_TOO_LONG = "Request waiting timeout reached."
+ENGINE_STOPPED = "The engine has stopped."
 RAN_TOO_LONG = "Request running timeout reached."
 
 
@@ -83,7 +84,9 @@ class Request:
 
     def spans(self) -> list[dict[str, object]]:
         """The wire's ``weight_versions``: stretches that tile the output."""
-        ends = [start for start, _ in self.marks[1:]] + [len(self.output)]
+        if not self.marks:
+            return []
+        ends = [*(start for start, _ in self.marks), len(self.output)][1:]
         return [
             {"version": version, "start": start, "end": end}
             for (start, version), end in zip(self.marks, ends, strict=True)

@@ -8,6 +8,10 @@ whatever shares its batch. torch.multinomial draws V exponentials per row instea
 0.1 ms for [256, 261] on one core, as much as a third of a decode step of the laptop's model.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -22,6 +22,7 @@ from runtime.engines.embedded.decoder import Decoder
 from runtime.engines.embedded.requests import (
     ABORTED,
     ABORTED_WAITING,
+    ENGINE_STOPPED,
     RAN_TOO_LONG,
     WAITED_TOO_LONG,
     Finish,
@@ -230,7 +231,7 @@ class Scheduler:
                 self._waiting.clear()
             # The failed step may have left the decoder in any state: nothing partial is handed out.
             for request in left:
-                request.finish = unavailable("The engine has stopped.")
+                request.finish = unavailable(ENGINE_STOPPED)
             self._deliver([Progress(r, [], [], r.finish) for r in left])
             while self._work:
                 future, _ = self._work.popleft()

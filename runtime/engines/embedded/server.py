@@ -15,22 +15,21 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 import orjson
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from pydantic import SecretStr
 
 from runtime.engines.embedded.control import routes
 from runtime.engines.embedded.engine import Engine
 from runtime.engines.embedded.envelopes import Refused
 from runtime.engines.embedded.generation import EngineKey, generate, json_response
+from runtime.engines.embedded.scheduler import EngineStopped
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.keepalive import check_keepalive_order
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = structlog.get_logger("engine")
 
@@ -73,34 +72,42 @@ class Server:
             await self._runner.cleanup()
 
 
-def _answers(
-    api_key: SecretStr | None,
-) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _answers(api_key: SecretStr | None) -> Middleware:
     """Turn refusals, unknown paths and missing tokens into upstream's answers."""
 
     @web.middleware
-    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
-        if api_key is not None and not http.path.startswith("/health"):
-            given = http.headers.get("Authorization", "")
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if api_key is not None and not request.path.startswith("/health"):
+            given = request.headers.get("Authorization", "")
             expected = f"Bearer {api_key.get_secret_value()}"
             if not secrets.compare_digest(given.encode(), expected.encode()):
                 return json_response({"error": "Unauthorized"}, 401)
         try:
-            return await handler(http)
+            return await handler(request)
         except Refused as refused:
             return json_response(refused.body, refused.status)
         except web.HTTPException as error:
             return json_response({"detail": error.reason}, error.status)
+        except EngineStopped:
+            # A dead engine drops its connections, as upstream's does: clients know that as
+            # "transport", where any answer would be a new kind of 503.
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=503)
         except Exception:
             # As upstream: the text says nothing, the log says it all.
-            _log.exception("engine.request_failed", path=http.path)
+            _log.exception("engine.request_failed", path=request.path)
             return web.Response(text="Internal Server Error", status=500)
 
     return middleware
 
 
-async def serve(settings: EngineSettings, ready: TextIO, *, owned: bool) -> None:
-    """Serve until SIGTERM or SIGINT or, when owned, until stdin ends."""
+async def serve(settings: EngineSettings, ready: TextIO, *, owned: bool) -> int:
+    """Serve until SIGTERM or SIGINT or, when owned, until stdin ends.
+
+    Returns:
+        The exit code: 0, or 1 when the decoder has died.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +121,9 @@ async def serve(settings: EngineSettings, ready: TextIO, *, owned: bool) -> None
         ready.flush()
         _log.info("engine.started", url=server.url, model=settings.model_path)
         await stop.wait()
-    _log.info("engine.stopped", url=server.url)
+        has_died = not server.engine.scheduler.is_alive
+    _log.info("engine.stopped", url=server.url, decoder_died=has_died)
+    return int(has_died)
 
 
 def _watch_owner(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -162,7 +171,11 @@ def main() -> None:
         run = uvloop.run
     except ImportError:  # optional: the standard loop does the same, a little slower
         run = asyncio.run
-    run(serve(settings, sys.stdout, owned=args.owned))
+    code = run(serve(settings, sys.stdout, owned=args.owned))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed; taking torch down module by module would cost the owner another second.
+    os._exit(code)
 
 
 if __name__ == "__main__":

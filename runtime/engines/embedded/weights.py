@@ -5,6 +5,10 @@ a parameter changes. Only safetensors is read, from a folder or from a request b
 unpickled.
 """
 
+# torch and transformers ship partial types; what comes out of them is Unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import base64

@@ -1,0 +1,136 @@
+"""Whatever comes in, the server answers with a known status and goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.contracts.conftest import IMPLEMENTATIONS, Models, RunningEngine
+from tests.contracts.tiny_models import VOCAB
+
+CONTROL = [
+    "/abort_request", "/continue_generation", "/flush_cache", "/begin_weight_update",
+    "/end_weight_update", "/update_weights_from_disk", "/update_weights_from_tensor",
+    "/update_weights_from_distributed", "/destroy_weights_update_group", "/weights_checker",
+    "/update_weight_version",
+]  # fmt: skip
+"""Those that cannot leave the engine paused or waiting for a peer."""
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+)
+anything = st.recursive(
+    scalars,
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=6), inside),
+    max_leaves=10,
+)
+tokens = st.lists(st.integers(-3, VOCAB + 3), max_size=6)
+sampling = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(-1, 6) | scalars},
+    optional={
+        "temperature": st.floats(-1, 3) | scalars,
+        "top_p": st.floats(-0.5, 1.5) | scalars,
+        "top_k": st.integers(-2, 2 * VOCAB) | scalars,
+        "min_p": st.floats(-0.5, 1.5) | scalars,
+        "n": st.integers(0, 4) | scalars,
+        "stop": st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=2) | anything,
+        "stop_token_ids": tokens | anything,
+        "ignore_eos": st.booleans() | anything,
+        "sampling_seed": st.integers(-(2**64), 2**64) | anything,
+        "regex": st.none() | anything,
+        "logit_bias": st.none() | anything,
+    },
+)
+bodies = st.fixed_dictionaries(
+    {},
+    optional={
+        "input_ids": tokens | st.lists(tokens, max_size=3) | anything,
+        "text": st.text(max_size=5) | st.lists(st.text(max_size=3), max_size=2) | anything,
+        "sampling_params": sampling | st.lists(sampling, max_size=2) | anything,
+        "rid": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=2) | anything,
+        "return_logprob": st.booleans() | anything,
+        "logprob_start_len": st.integers(-2, 9) | anything,
+        "stream": st.booleans() | anything,
+        "extra_key": st.text(max_size=3) | anything,
+        "top_logprobs_num": anything,
+        "priority": anything,
+    },
+)
+fields = st.dictionaries(
+    st.sampled_from(
+        ["rid", "abort_all", "model_path", "weight_version", "flush_cache", "load_format", "names",
+         "dtypes", "shapes", "group_name", "serialized_named_tensors", "new_version", "action"]
+    ),
+    anything,
+    max_size=6,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=sorted(IMPLEMENTATIONS))
+def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[RunningEngine]:
+    with IMPLEMENTATIONS[request.param](models, max_running_requests=4) as made:
+        yield made
+
+
+bounded = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@bounded
+@given(body=bodies)
+@example(body={"input_ids": [[]], "sampling_params": {"max_new_tokens": 1}})
+@example(body={"input_ids": [[1], 2], "sampling_params": {"max_new_tokens": 1}})
+@example(body={"input_ids": [1], "sampling_params": {"max_new_tokens": 2**63}})
+def test_generate_answers_and_lives(engine: RunningEngine, body: dict[str, object]):
+    raw = as_json(body)
+    status, content = asyncio.run(_send(engine, "/generate", raw))
+    assert status in (200, 400), content
+    if status == 400:
+        assert "error" in orjson.loads(content) or orjson.loads(content)["object"] == "error"
+    asyncio.run(_assert_alive(engine))
+
+
+@bounded
+@given(path=st.sampled_from(CONTROL), body=fields | anything)
+def test_control_calls_answer_and_the_engine_lives(engine: RunningEngine, path: str, body: object):
+    status, content = asyncio.run(_send(engine, path, as_json(body)))
+    assert status in (200, 400), content
+    asyncio.run(_assert_alive(engine))
+
+
+@settings(bounded, max_examples=40)
+@given(raw=st.binary(max_size=60), path=st.sampled_from(["/generate", *CONTROL]))
+def test_bytes_that_are_no_json(engine: RunningEngine, raw: bytes, path: str):
+    status, content = asyncio.run(_send(engine, path, raw))
+    assert status in (200, 400), content
+    asyncio.run(_assert_alive(engine))
+
+
+def as_json(body: object) -> bytes:
+    """JSON of any value; orjson writes no integers over 64 bits."""
+    return json.dumps(body).encode()
+
+
+async def _send(engine: RunningEngine, path: str, raw: bytes) -> tuple[int, bytes]:
+    timeout = aiohttp.ClientTimeout(total=30)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(engine.url + path, data=raw) as response,
+    ):
+        return response.status, await response.read()
+
+
+async def _assert_alive(engine: RunningEngine) -> None:
+    assert (await engine.get("/health_generate")).status == 200
