@@ -57,7 +57,7 @@ def seal(paths: Sequence[tuple[str, Path]]) -> tuple[FileEntry, ...]:
         OSError: if a file is missing or cannot be synced; "no space" among them, for what was only
             in memory so far.
     """
-    with ThreadPoolExecutor(_threads(2 * len(paths))) as pool:
+    with ThreadPoolExecutor(worker_threads(2 * len(paths))) as pool:
         synced = [pool.submit(_fsync, path) for _, path in paths]
         digests = [pool.submit(digest, path) for _, path in paths]
         for future in synced:
@@ -96,7 +96,7 @@ def remove_folder(folder: Path) -> None:
 def _each(
     check: Callable[[tuple[FileEntry, Path]], str | None], located: Sequence[tuple[FileEntry, Path]]
 ) -> list[str]:
-    with ThreadPoolExecutor(_threads(len(located))) as pool:
+    with ThreadPoolExecutor(worker_threads(len(located))) as pool:
         found: Iterable[str | None] = pool.map(check, located)
         return [text for text in found if text is not None]
 
@@ -130,5 +130,6 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _threads(tasks: int) -> int:
+def worker_threads(tasks: int) -> int:
+    """How many threads may read, hash and sync at once; never more than tasks or 8."""
     return max(1, min(tasks, 8, (os.cpu_count() or 1) + 1))

@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+EXPORT_RECEIPT = "milepost.json"
+"""Lies in a finished export, beside the weights it proves."""
+
 _ATTEMPT = re.compile(r"[1-9]\d*")
 
 
@@ -260,10 +263,5 @@ class AttemptDir:
         return self.path / f"e{epoch}"
 
 
-def evaluation_result(folder: Path) -> Path | None:
-    """The result of an evaluation: of the shared run, or of the newest try of a background one."""
-    direct = folder / "result.json"
-    if direct.exists():
-        return direct
-    tries = [p for p in folder.glob("tries/*/result.json") if p.parent.name.isdecimal()]
-    return max(tries, key=lambda p: int(p.parent.name), default=None)
+EXPORT_RECEIPT = "milepost.json"
+"""Beside the weights of a finished export."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from runtime.clock import Clock, SystemClock
 from runtime.errors import ContractViolation
+from runtime.policy import PolicyId
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure
@@ -18,10 +19,11 @@ from runtime.rundir.history import (
     committed_update,
     current_end,
     is_complete,
+    is_standing,
     newest_epoch,
     standing_commits,
 )
-from runtime.rundir.layout import RunRoot, evaluation_result
+from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot, evaluation_result
 from runtime.rundir.records import Activity, Record, WorkflowState
 
 HEARTBEAT_S = 2.0
@@ -234,15 +236,27 @@ def count_seen(root: RunRoot, records: tuple[Record, ...], *, update: int) -> Co
     return Counts(
         updates=update,
         checkpoints=sum(commit.update > 0 for commit in standing_commits(records)),
-        evaluations=sum(
-            evaluation_result(folder) is not None for folder in root.evaluations.glob("e*.u*/*")
-        ),
-        exports=sum(1 for _ in root.path.glob("export*/receipt.json")),
+        evaluations=len(_standing_evaluations(root, records)),
+        exports=sum(1 for _ in root.path.glob(f"export*/{EXPORT_RECEIPT}")),
     )
 
 
+def _standing_evaluations(root: RunRoot, records: tuple[Record, ...]) -> set[tuple[int, str]]:
+    """(update, set) of every result whose policy belongs to history; once, whoever made it."""
+    found: set[tuple[int, str]] = set()
+    for folder in root.evaluations.glob("e*.u*/*"):
+        policy = PolicyId.parse(folder.parent.name)
+        if is_standing(records, policy) and evaluation_result(folder) is not None:
+            found.add((policy.update, folder.name))
+    return found
+
+
 def _asked(root: RunRoot, attempt: int) -> dict[str, object]:
-    data = atomic.read_bytes(root.attempt(attempt).attempt) if attempt else None
+    return _fields(atomic.read_bytes(root.attempt(attempt).attempt)) if attempt else {}
+
+
+def _fields(data: bytes | None) -> dict[str, object]:
+    """The object in a JSON file; empty where it is missing or damaged."""
     try:
         found: object = json.loads(data or b"{}")
     except ValueError:

@@ -1,22 +1,24 @@
 """The attempt's own Ray: started by the session, seen by nobody else, gone with it.
 
-Ray's head processes are children of this driver and die with it (parent-death signal); actors die with
-their raylet. An inherited ``RAY_ADDRESS`` is never followed.
+Ray's head processes are children of this driver and die with it (parent-death signal); actors die
+with their raylet. An inherited ``RAY_ADDRESS`` is never followed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from runtime.errors import SessionLost
 
 _MIB = 1024 * 1024
+_START_DEADLINE_S = 120.0
+_STOP_DEADLINE_S = 30.0
 _SOCKET_PATH_LIMIT = 107
 # What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
 _RAY_SUFFIX = 75
@@ -63,26 +65,61 @@ def set_environment(folder: Path) -> None:
     )
 
 
-@contextlib.contextmanager
-def local_ray(folder: Path, *, num_gpus: int = 0) -> Iterator[None]:
-    """Start a one-node Ray below ``folder`` and end it on the way out."""
-    set_environment(folder)
-    import ray
+class LocalRay:
+    """A one-node Ray below ``folder``; ``set_environment`` comes before.
 
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count() or 1,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 * _MIB,
-        _temp_dir=str(folder / "ray"),
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        yield
-    finally:
+    Its processes get a parent-death signal, and the kernel takes the *thread* that started them
+    for the parent: so they are started by one thread that lives until ``stop``.
+    """
+
+    def __init__(self, folder: Path, *, num_gpus: int = 0) -> None:
+        self._folder = folder
+        self._num_gpus = num_gpus
+        self._is_over = threading.Event()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            SessionLost: if it does not start; with Ray's own words.
+        """
+        self._thread.start()
+        try:
+            self._started.result(_START_DEADLINE_S)
+        except TimeoutError as error:
+            raise SessionLost(f"Ray did not start within {_START_DEADLINE_S:g} s") from error
+        except Exception as error:  # whatever Ray raises: none of its classes is about starting
+            raise SessionLost(f"Ray did not start: {error}") from error
+
+    def stop(self) -> None:
+        """End all of it and remove the folder. Idempotent."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_DEADLINE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _live(self) -> None:
+        import ray
+
+        try:
+            ray.init(
+                address="local",
+                num_cpus=os.cpu_count() or 1,
+                num_gpus=self._num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=128 * _MIB,
+                _temp_dir=str(self._folder / "ray"),
+                _node_ip_address="127.0.0.1",
+            )
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        self._is_over.wait()
         ray.shutdown()
 
 

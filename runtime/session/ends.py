@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 
 class EndedBy(StrEnum):
@@ -44,7 +45,7 @@ class End:
         return self.is_complete
 
     @property
-    def activity(self) -> str:
+    def activity(self) -> Literal["parked", "stopped"]:
         """The workflow activity this end leaves behind."""
         return "parked" if self.by is EndedBy.PARKED else "stopped"
 
@@ -67,7 +68,8 @@ class EndRules:
             age_s: seconds since this attempt's driver started, start-up included.
 
         Returns:
-            The end that is due, or None. Reaching the target wins over a debug exit at the same update.
+            The end that is due, or None. Reaching the target wins over a debug exit at the same
+            update.
         """
         if update >= self.max_updates:
             return End(by=EndedBy.MAX_UPDATES)

@@ -8,9 +8,10 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from runtime.evaluation.found import standing_result
 from runtime.policy import PolicyId
 from runtime.rundir import atomic, history
-from runtime.rundir.layout import RunRoot, evaluation_result
+from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot
 from runtime.rundir.receipts import Receipt, read_receipt
 from runtime.rundir.records import CommitRecord, Record
 from runtime.rundir.workflow import Workflow
@@ -119,32 +120,28 @@ def _evaluation(step: Step, root: RunRoot, records: Records) -> Receipt | None:
         return None
     if history.committed_update(records) < step.update:
         return None
-    for folder in sorted(root.evaluations.glob(f"e*.u{step.update}/{step.set_name}")):
-        try:
-            policy = PolicyId.parse(folder.parent.name)
-        except ValueError:
-            continue
-        path = evaluation_result(folder)
-        found = _json(path) if path else None
-        if found is not None and history.is_standing(records, policy):
-            return Receipt(
-                step=str(step),
-                epoch=policy.epoch,
-                update=policy.update,
-                time=_number(found, "time"),
-                detail={"path": str(path), **found},
-            )
-    return None
+    found = standing_result(root, records, update=step.update, set_name=step.set_name)
+    if found is None or found[1].result is None:
+        return None
+    folder, receipt = found
+    result = found[1].result
+    return Receipt(
+        step=str(step),
+        epoch=PolicyId.parse(receipt.request.policy).epoch,
+        update=step.update,
+        time=result.time,
+        detail={"path": str(folder), **result.model_dump(mode="json")},
+    )
 
 
 def _export(step: Step, root: RunRoot, records: Records) -> Receipt | None:
     if step.update is None:
         return None
     for folder in (root.export_at(step.update), root.export):
-        found = _json(folder / "receipt.json")
+        found = _json(folder / EXPORT_RECEIPT)
         if found is None or found.get("update") != step.update:
             continue
-        policy = PolicyId(int(_number(found, "epoch")), step.update)
+        policy = PolicyId.parse(str(found.get("policy")))
         if history.is_standing(records, policy):
             return Receipt(
                 step=str(step),

@@ -14,15 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from runtime.clock import Clock, SystemClock
-from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError
+from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, workflow
 from runtime.rundir.attempt import AttemptFile, GuardFile, Outcome
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
+from runtime.rundir.failure import Failure
 from runtime.rundir.journal import Journal
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.lease import RunLease, again_s
@@ -47,20 +49,35 @@ EXIT_NOT_OWNER = 3
 
 DRIVER = (sys.executable, "-m", "runtime.session.driver")
 
-Choose = Callable[[RunRoot, Sequence[Record]], CommitRecord | None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which commit a new epoch restores."""
+
+    commit: CommitRecord | None
+    """None: history has no commit, the run starts fresh."""
+    passed_over: tuple[str, ...] = ()
+    """Newer commits that are damaged, with what is wrong; their files stay where they are."""
 
 
-def newest_present(root: RunRoot, records: Sequence[Record]) -> CommitRecord | None:
-    """The newest commit whose files are there with the right size; checksums are read on resume.
+Choose = Callable[[RunRoot, Sequence[Record]], Choice]
 
-    If none is there the newest is named all the same: the session then fails with what it found.
+
+def newest_valid(root: RunRoot, records: Sequence[Record]) -> Choice:
+    """The newest commit whose files are all as its record says; reads them.
+
+    Raises:
+        StoreError: if there are commits and none is valid.
     """
-    commits = history.standing_commits(records)
-    for commit in reversed(commits):
-        folder = root.path / commit.folder
-        if all(_has_size(folder / entry.name, entry.size) for entry in commit.files):
-            return commit
-    return commits[-1] if commits else None
+    if history.newest_commit(records) is None:
+        return Choice(commit=None)
+    # Loads numpy: not for a guard that has nothing to restore.
+    from runtime.checkpoints.resume import find_restorable
+
+    found = find_restorable(root, records)
+    if found is None:
+        return Choice(commit=None)
+    return Choice(commit=found.commit, passed_over=tuple(map(str, found.damaged)))
 
 
 class Guard:
@@ -72,7 +89,7 @@ class Guard:
         *,
         here: HostBoot | None = None,
         clock: Clock | None = None,
-        choose: Choose = newest_present,
+        choose: Choose = newest_valid,
     ) -> None:
         """Read what the attempt asks for.
 
@@ -80,7 +97,7 @@ class Guard:
             attempt: its folder.
             here: this host and boot; processes of others are not reaped.
             clock: of this process.
-            choose: which commit a new epoch restores.
+            choose: which commit a new epoch restores; a StoreError ends the epoch at once.
 
         Raises:
             StoreError: if ``attempt.json`` is missing or cannot be read.
@@ -141,10 +158,17 @@ class Guard:
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
-        epoch = self._take_epoch(lease.duration_s)
+        try:
+            choice, problem = self._choose(self._root, records), None
+        except StoreError as error:
+            # The epoch that finds nothing to restore undoes nothing, and ends with what was found.
+            choice, problem = Choice(commit=history.newest_commit(records)), error
+        epoch = self._take_epoch(choice, lease.duration_s)
         self._journal = Journal(self._attempt, epoch=epoch.epoch, role="guard", clock=self._clock)
         self._journal.set_reserve()
         self._journal.append(Event.EPOCH_TAKEN, restored=epoch.restored, reason=epoch.reason)
+        if problem is not None:
+            return self._finish(_unrestorable(epoch, problem, self._clock.time()), None)
         with Switch() as switch:
             self._announce(epoch, lease, switch)
             session = self._start_session(epoch.epoch)
@@ -169,10 +193,9 @@ class Guard:
             raise FencedError(f"epoch {taken.epoch} is over: a newer owner exists")
         return newest.epoch
 
-    def _take_epoch(self, lease_s: float) -> EpochRecord:
+    def _take_epoch(self, choice: Choice, lease_s: float) -> EpochRecord:
         records = self._chain.seen
-        before = history.newest_epoch(records)
-        restored = self._choose(self._root, records)
+        before, restored = history.newest_epoch(records), choice.commit
         return self._chain.append(
             EpochRecord(
                 epoch=before.epoch + 1 if before else 1,
@@ -182,7 +205,7 @@ class Guard:
                 pid=os.getpid(),
                 boot_id=self._here.boot_id,
                 started=enter.started(os.getpid()) or 0.0,
-                reason=self._reason(records),
+                reason="; ".join((self._reason(records), *choice.passed_over)),
                 restored=restored.policy if restored else None,
                 restored_seq=restored.seq if restored else None,
                 lease_s=None if records else lease_s,
@@ -313,11 +336,14 @@ class Guard:
             view=view,
             now=self._clock.time(),
         )
-        if outcome.failure is not None:
+        return self._finish(outcome, view)
+
+    def _finish(self, outcome: Outcome, view: workflow.Workflow | None) -> int:
+        if outcome.state == "failed" and outcome.failure is not None:
             self._journal.fail(outcome.failure)
         self._append_end(outcome)
-        self._journal.append(Event.ATTEMPT_ENDED, state=outcome.state, ended_by=outcome.ended_by)
-        self._write_view(self._rebuilt(last=view), epoch)
+        self._journal.append(_ending(outcome), ended_by=outcome.ended_by, update=outcome.update)
+        self._write_view(self._rebuilt(last=view), outcome.epoch)
         return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
 
     def _append_end(self, outcome: Outcome) -> None:
@@ -361,11 +387,22 @@ def main(argv: Sequence[str]) -> int:
     return guard.run()
 
 
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
+def _unrestorable(epoch: EpochRecord, problem: StoreError, now: float) -> Outcome:
+    return Outcome(
+        epoch=epoch.epoch,
+        state="failed",
+        ended_by="failure",
+        update=max(0, epoch.restored_update),
+        failure=Failure.of(problem, step="rendezvous", time=now),
+    )
+
+
+def _ending(outcome: Outcome) -> Event:
+    if outcome.state == "complete":
+        return Event.RUN_COMPLETED
+    if outcome.state == "failed":
+        return Event.ATTEMPT_ENDED
+    return Event.RUN_PARKED if outcome.activity == "parked" else Event.RUN_STOPPED
 
 
 def _activity(epoch: EpochRecord) -> Activity:

@@ -184,13 +184,23 @@ def test_a_segment_is_done_when_trained_its_checkpoint_when_committed(run: Run) 
 def test_a_result_counts_when_its_commit_stands_and_its_policy_does(run: Run) -> None:
     run.begin()
     zero = run.commit(0)
-    put(run.root.evaluation("e1.u5", "held-out") / "result.json", mean=0.5, time=1.0)
+    put(
+        run.root.evaluation("e1.u5", "held-out") / "tries/0/result.json",
+        state="succeeded",
+        mean=0.5,
+        time=1.0,
+    )
     assert isinstance(run.ask("evaluation/5/held-out"), Running)
     run.begin(zero)
     run.commit(5)
     # Update 5 is committed, but by other weights than those evaluated.
     assert isinstance(run.ask("evaluation/5/held-out"), Running)
-    put(run.root.evaluation("e2.u5", "held-out") / "tries/1/result.json", mean=0.7, time=1.0)
+    put(
+        run.root.evaluation("e2.u5", "held-out") / "tries/1/result.json",
+        state="succeeded",
+        mean=0.7,
+        time=1.0,
+    )
     assert run.ask("evaluation/5/held-out").receipt.detail["mean"] == 0.7
     assert isinstance(run.ask("evaluation/5/other"), Running)
 

@@ -1,0 +1,50 @@
+"""The story of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import State, flow
+from prefect.states import Completed
+
+from tasks.attach import attach
+from tasks.closing import export, finish, report
+from tasks.ended import RunEnded
+from tasks.evaluation import evaluate
+from tasks.opening import prepare, rendezvous
+from tasks.phases import ended_state, enter_phase, stopping_when_cancelled
+from tasks.segment import commit_checkpoint, train_segment
+
+
+@flow(name="train", flow_run_name="{run_file.stem}", validate_parameters=True)
+def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
+    """Train a run file to its end, from wherever it stands.
+
+    Every step asks the run directory; killing this flow, or running it twice, changes nothing for
+    the run. A cancellation of the flow run stops the run with a commit.
+
+    Args:
+        run_file: the TOML run file, readable where the flow runs.
+        sets: ``section.key=value`` replacements, as ``--set`` takes them.
+    """
+    run = attach(run_file, sets or [])
+    try:
+        with stopping_when_cancelled(run):
+            enter_phase("Preparing")
+            prepare(run)
+            rendezvous(run)
+            enter_phase("Training")
+            for stretch in run.stretches():
+                train_segment(run, stretch)
+                commit_checkpoint(run, stretch)
+                for set_name in stretch.evaluations:
+                    # A final evaluation that fails leaves the run complete, with the set
+                    # outstanding.
+                    evaluate(run, stretch, set_name, return_state=True)
+            if run.loaded.spec.output.export_hf:
+                export(run)
+            finish(run)
+            report(run)
+    except RunEnded as ended:
+        return ended_state(ended)
+    return Completed(name="Complete", message=f"{run.name} at update {run.end_update()}")

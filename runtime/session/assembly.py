@@ -1,0 +1,295 @@
+"""A session put together: prepared data, Ray, trainer, engines, restored state, all parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from runtime.checkpoints.commit import Committer
+from runtime.checkpoints.identity import RunIdentity, differences
+from runtime.checkpoints.resume import Restorable, check_restored, find_restorable
+from runtime.checkpoints.retention import retain
+from runtime.data.ledger import Ledger
+from runtime.data.order import PromptOrder
+from runtime.data.segments import LedgerSegment
+from runtime.errors import ConfigError, SessionLost
+from runtime.publication.disk import DiskTransport
+from runtime.publication.transaction import Publisher
+from runtime.rundir import history
+from runtime.rundir.chain import Chain
+from runtime.rundir.records import CommitRecord
+from runtime.session import deadman
+from runtime.session.books import Books
+from runtime.session.cluster import LocalRay
+from runtime.session.context import Context
+from runtime.session.ends import EndRules
+from runtime.session.exporting import SessionExporter
+from runtime.session.parts import Parts
+from runtime.session.preparing import Prepared, prepare
+from runtime.session.publishing import Publishing
+from runtime.session.retrying import StepRetries
+from runtime.session.sequence import Session
+from runtime.session.serving import (
+    Engines,
+    make_engines,
+    make_evaluator,
+    make_producer,
+    make_verifiers,
+    open_stores,
+)
+from runtime.session.signals import Signals
+from runtime.session.view import SessionView
+from runtime.telemetry.events import Event
+from runtime.telemetry.recorder import Recorder
+from runtime.telemetry.timing import Stage
+from runtime.trainer.group import Placement, TrainerGroup
+from runtime.trainer.settings import from_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What stands before any process is started."""
+
+    context: Context
+    scratch: Path
+    """Short folder on local disk for Ray's sockets and logs."""
+    recorder: Recorder
+    view: SessionView
+    signals: Signals
+    tasks: TaskGroup
+    """Of the whole session: whatever fails in it ends the session."""
+
+
+@asynccontextmanager
+async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
+    """Bring everything up, yield the session, take everything down.
+
+    Raises:
+        ConfigError: if the run, its model or its data cannot be used, or differ from the commit's.
+        SessionError: if a process did not come up; a new epoch may.
+    """
+    context, timing = ground.context, ground.recorder.timing
+    local_ray = LocalRay(ground.scratch)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.to_thread.run_sync, local_ray.start)
+            with timing.stage(Stage.PREPARE):
+                prepared = await prepare(context.attempt)
+        ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
+        engines = make_engines(context, prepared, ground.recorder)
+        try:
+            trainer, facts = await _start_processes(ground, prepared, engines)
+            try:
+                async with _session(ground, prepared, engines, trainer, facts) as session:
+                    yield session
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await trainer.shutdown()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engines.monitor.stop()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(local_ray.stop)
+
+
+async def _start_processes(
+    ground: Ground, prepared: Prepared, engines: Engines
+) -> tuple[TrainerGroup, dict[str, object]]:
+    """Trainer and engines side by side: both import for seconds."""
+    context, timing = ground.context, ground.recorder.timing
+    spec = context.spec
+    ground.view.doing("rendezvous")
+    started: list[tuple[TrainerGroup, dict[str, object]]] = []
+
+    async def start_trainer() -> None:
+        with timing.stage(Stage.START_TRAINER):
+            trainer = await TrainerGroup.start(
+                from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
+                Placement(ranks=context.plan.topology.trainer_ranks),
+                epoch=context.epoch,
+                on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
+            )
+            started.append((trainer, await trainer.load(prepared.model)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(start_trainer)
+        with timing.stage(Stage.START_ENGINES):
+            await engines.monitor.start_engines()
+    trainer, facts = started[0]
+    ground.recorder.lifecycle.record(Event.TRAINER_STARTED, facts=facts)
+    return trainer, facts
+
+
+@asynccontextmanager
+async def _session(
+    ground: Ground,
+    prepared: Prepared,
+    engines: Engines,
+    trainer: TrainerGroup,
+    facts: dict[str, object],
+) -> AsyncGenerator[Session, None]:
+    context, recorder = ground.context, ground.recorder
+    spec = context.spec
+    identity = RunIdentity(
+        training_digest=context.order.training_digest,
+        layout={
+            "trainer_ranks": context.plan.topology.trainer_ranks,
+            "engines": spec.rollout.engines,
+        },
+        data_fingerprint=prepared.fingerprint,
+    )
+    stores = open_stores(prepared)
+    found = await anyio.to_thread.run_sync(_find, context, identity)
+    order = PromptOrder(
+        len(stores[""]), epochs=spec.data.epochs, seed=spec.seed, shuffle=spec.data.shuffle
+    )
+    ledger = Ledger(order) if found is None else Ledger.restore(found.segments, order)
+    update = 0
+    if found is not None:
+        with recorder.timing.stage(Stage.RESTORE):
+            update = await _restore(trainer, found)
+        recorder.lifecycle.record(
+            Event.CHECKPOINT_RESTORED, update=update, policy=found.commit.policy
+        )
+    ground.view.update = update
+
+    async def committed(record: CommitRecord, segment: LedgerSegment) -> None:
+        ledger.committed(segment)
+        ground.view.moved(f"commit {record.update}")
+        recorder.lifecycle.record(
+            Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
+        )
+        for name in await anyio.to_thread.run_sync(
+            partial(retain, context.root, context.epoch, keep=spec.checkpoint.keep)
+        ):
+            recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
+
+    async def kill(slot: int, incarnation: str, reason: str) -> None:
+        await engines.monitor.kill(slot, incarnation, reason)
+
+    transport = DiskTransport(trainer)
+    publishing = Publishing(
+        publisher=Publisher(
+            transport=transport,
+            kill=kill,
+            record_path=context.root.path / "publications.jsonl",
+            clock=context.clock,
+        ),
+        pool=engines.pool,
+        monitor=engines.monitor,
+        gate=engines.gate,
+        mode="drain" if spec.core.publication_mode == "drain" else "refresh",
+        drain_deadline_s=spec.rollout.drain_deadline,
+        lifecycle=recorder.lifecycle,
+    )
+    async with make_verifiers(context, stores) as verifiers:
+        producer = make_producer(
+            context,
+            engines,
+            ledger,
+            stores,
+            verifiers,
+            recorder,
+            vocab_size=cast(int, facts["vocab_size"]),
+            next_collection=update // spec.core.updates_per_collection + 1,
+            decode_folder=prepared.tokenizer,
+        )
+        parts = Parts(
+            context=context,
+            prepared=prepared,
+            restored=found is not None,
+            trainer=trainer,
+            ledger=ledger,
+            producer=producer,
+            publishing=publishing,
+            commits=Committer(
+                root=context.root,
+                epoch=context.epoch,
+                identity=identity,
+                source=trainer,
+                tasks=ground.tasks,
+                on_committed=committed,
+                parent=None if found is None else found.commit,
+                clock=context.clock,
+            ),
+            evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            exporter=SessionExporter(
+                context=context, prepared=prepared, trainer=trainer, lifecycle=recorder.lifecycle
+            ),
+            steps=StepRetries(
+                retries=spec.session.retries,
+                backoff_s=spec.session.retry_backoff,
+                detach_grace_s=spec.launch.detach_grace,
+                signals=ground.signals,
+                view=ground.view,
+                clock=context.clock,
+            ),
+            signals=ground.signals,
+            view=ground.view,
+            books=Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks),
+            recorder=recorder,
+        )
+        session = Session(parts, _rules(context, order, update), update=update)
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(engines.monitor.run)
+            await tasks.start(producer.run)
+            tasks.start_soon(trainer.watch)
+            tasks.start_soon(publishing.mend_for_ever)
+            tasks.start_soon(session.watch_for_ever)
+            tasks.start_soon(recorder.sampler(producer.occupancy).run)
+            try:
+                yield session
+            finally:
+                tasks.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await producer.close()
+                    await publishing.publisher.close()
+
+
+def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:
+    core = context.spec.core
+    groups = context.spec.rollout.groups_per_collection
+    by_data = -(-order.total // groups) * core.updates_per_collection
+    return EndRules(
+        max_updates=context.plan.schedule.updates or by_data,
+        max_run_seconds=core.max_run_seconds,
+        debug_exit_after=core.debug_exit_after,
+        first_update=update,
+    )
+
+
+def _find(context: Context, identity: RunIdentity) -> Restorable | None:
+    """The commit to go on from; it must be the one the epoch record names."""
+    records = Chain(context.root).check(context.epoch)
+    epoch = history.newest_epoch(records)
+    found = find_restorable(context.root, records)
+    named = None if epoch is None else epoch.restored_seq
+    if (None if found is None else found.commit.seq) != named:
+        raise SessionLost(
+            f"epoch {context.epoch} names record {named} as the commit it restores, but the newest "
+            f"valid one is {None if found is None else found.commit.seq}: a new epoch names it"
+        )
+    if found is not None and (changed := differences(found.commit, identity)):
+        raise ConfigError(
+            f"this run cannot go on from {found.commit.folder}: {', '.join(changed)} changed. "
+            "Put it back, or start another run",
+            changed=list(changed),
+        )
+    return found
+
+
+async def _restore(trainer: TrainerGroup, found: Restorable) -> int:
+    if found.initial is not None:
+        return 0  # commit 0 refers to the initial model, which is loaded already
+    restored = await trainer.restore(str(found.folder))
+    check_restored(restored, found.commit)
+    return found.commit.update

@@ -1,0 +1,152 @@
+"""The session process: ``python -m runtime.session.driver ATTEMPT_DIR``, started by the guard.
+
+Its last words go to ``outcome.json``; the guard turns them into the ``end`` record.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from runtime.rundir.attempt import Outcome
+from runtime.rundir.failure import Failure, choose_cause
+from runtime.session import cluster, deadman
+from runtime.session.context import Context
+from runtime.session.ends import End
+from runtime.session.signals import Signals
+from runtime.session.view import SessionView
+from runtime.telemetry import log
+from runtime.telemetry.events import Event
+from runtime.telemetry.recorder import Recorder
+from runtime.telemetry.sinks import WandbSettings
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run the session of one attempt; the exit status is 0 unless the run failed."""
+    context = Context.open(Path(argv[1]))
+    deadman.watch(context.attempt.path, epoch=context.epoch)
+    log.configure(
+        log.log_path(context.root.path, context.attempt.number, "session"),
+        run=context.spec.name,
+        attempt=context.attempt.number,
+        role="session",
+        epoch=context.epoch,
+    )
+    outcome = anyio.run(_run, context, backend_options={"use_uvloop": True})
+    outcome.write(context.attempt)
+    return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
+
+
+async def _run(context: Context) -> Outcome:
+    """The session, whatever comes of it, as an outcome."""
+    view = SessionView.of(context)
+    recorder = Recorder(
+        context.root.path, context.owner, clock=context.clock, tracking=_tracking(context)
+    ).start()
+    try:
+        end = await _watched(context, view, recorder)
+    except Exception as error:
+        failure = _failure(error, view, context)
+        log.get_logger().error(Event.RUN_FAILED, **failure.model_dump(mode="json"))
+        log.get_logger().error(Event.SESSION_ENDED, exc_info=error)
+        outcome = Outcome(
+            epoch=context.epoch,
+            state="failed",
+            ended_by="failure",
+            update=view.update,
+            failure=failure,
+        )
+    else:
+        outcome = _outcome(context, view, end)
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(recorder.close)
+    return outcome
+
+
+async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
+    # Ray reads its environment when it is imported, so what imports it comes after.
+    folder = cluster.scratch_folder(context.run_key, context.epoch)
+    cluster.set_environment(folder)
+    from runtime.session.assembly import Ground, session_of
+
+    signals = Signals.of(
+        context.root,
+        epoch=context.epoch,
+        detached=context.plan.detached,
+        detach_grace_s=context.spec.launch.detach_grace,
+        clock=context.clock,
+    )
+    ends: list[End] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(view.beat_for_ever)
+        tasks.start_soon(_listen, signals)
+        ground = Ground(
+            context=context,
+            scratch=folder,
+            recorder=recorder,
+            view=view,
+            signals=signals,
+            tasks=tasks,
+        )
+        async with session_of(ground) as session:
+            ends.append(await session.run())
+        await anyio.to_thread.run_sync(view.write)
+        tasks.cancel_scope.cancel()
+    return ends[0]
+
+
+async def _listen(signals: Signals) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        async for number in received:
+            signals.on_signal(number)
+
+
+def _outcome(context: Context, view: SessionView, end: End) -> Outcome:
+    return Outcome(
+        epoch=context.epoch,
+        state="complete" if end.is_complete else "training",
+        activity=None if end.is_complete else end.activity,
+        ended_by=end.by.value,
+        update=view.update,
+        failure=view.failure if end.activity == "parked" else None,
+    )
+
+
+def _failure(error: Exception, view: SessionView, context: Context) -> Failure:
+    """The cause among everything that was raised together."""
+    now = context.clock.time()
+    return choose_cause([Failure.of(e, step=view.step, time=now) for e in _leaves(error)])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
+
+
+def _tracking(context: Context) -> WandbSettings | None:
+    tracking = context.spec.tracking
+    if tracking.mode == "disabled":
+        return None
+    return WandbSettings(
+        mode=tracking.mode,
+        project=tracking.project,
+        name=context.spec.name,
+        entity=tracking.entity,
+        group=tracking.group or context.spec.name,
+        config=context.plan.spec,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

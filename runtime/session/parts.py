@@ -1,0 +1,59 @@
+"""Everything a session works with, made and ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.checkpoints.commit import Committer
+from runtime.data.ledger import Ledger
+from runtime.evaluation.evaluator import Evaluator
+from runtime.policy import PolicyId
+from runtime.rollout.producer import Producer
+from runtime.session.books import Books
+from runtime.session.context import Context
+from runtime.session.preparing import Prepared
+from runtime.session.publishing import Publishing
+from runtime.session.retrying import StepRetries
+from runtime.session.signals import Signals
+from runtime.session.view import SessionView
+from runtime.telemetry.recorder import Recorder
+from runtime.trainer.protocol import TrainBatch, TrainMetrics
+
+
+class Trainer(Protocol):
+    """The trainer group, as the sequence uses it."""
+
+    async def train_step(self, batch: TrainBatch) -> TrainMetrics:
+        """One collection, one call; see ``TrainerBackend``."""
+        ...
+
+
+class Exporter(Protocol):
+    """Writes the HF export of the trainer's present weights."""
+
+    async def export(self, policy: PolicyId) -> None:
+        """Write and verify it; idempotent per policy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one session; all of them outlive the sequence."""
+
+    context: Context
+    prepared: Prepared
+    restored: bool
+    """Trainer and ledger stand at a commit; False on a fresh start."""
+    trainer: Trainer
+    ledger: Ledger
+    producer: Producer
+    publishing: Publishing
+    commits: Committer
+    evaluator: Evaluator
+    exporter: Exporter
+    steps: StepRetries
+    signals: Signals
+    view: SessionView
+    books: Books
+    recorder: Recorder

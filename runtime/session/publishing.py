@@ -1,0 +1,121 @@
+"""Publication as the session sees it: weights out, pool told, restarted engines mended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import anyio
+
+from runtime.engines.monitor import HealthMonitor
+from runtime.engines.pool import EnginePool, LiveEngine, SlotState
+from runtime.errors import EngineDead, PublicationFailed
+from runtime.policy import PolicyId
+from runtime.publication.decision import Decision
+from runtime.publication.pausing import PublicationMode
+from runtime.publication.protocol import Target
+from runtime.publication.transaction import Publisher
+from runtime.rollout.gate import AdmissionGate
+from runtime.telemetry.events import Event
+from runtime.telemetry.lifecycle import LifecycleLog
+from runtime.telemetry.log import get_logger
+
+_log = get_logger()
+_MEND_POLL_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Publishing:
+    """One policy at a time, to every engine that lives."""
+
+    publisher: Publisher
+    pool: EnginePool
+    monitor: HealthMonitor
+    gate: AdmissionGate
+    mode: PublicationMode
+    drain_deadline_s: float
+    lifecycle: LifecycleLog
+    _weights: anyio.Lock = field(default_factory=anyio.Lock, init=False)
+
+    async def publish(self, policy: PolicyId) -> Decision:
+        """Make ``policy`` the published one; safe to repeat after a failure.
+
+        Raises:
+            PublicationFailed: if no engine was verified.
+            EngineDead: if there is no engine, and none is being restarted.
+        """
+        self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
+        async with self._weights, self.gate.publication():
+            engines = await self._some_engines()
+            self.monitor.pause()
+            try:
+                decision = await self.publisher.publish(
+                    policy,
+                    [_target(engine) for engine in engines],
+                    mode=self.mode,
+                    drain=self._drain if self.mode == "drain" else None,
+                )
+            except BaseException:
+                self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
+                raise
+            finally:
+                self.monitor.resume()
+            self.pool.serve(policy)
+            self._mark(decision)
+            if self.mode == "drain":
+                self.gate.open()
+        self.lifecycle.record(
+            Event.PUBLICATION_COMMITTED,
+            update=policy.update,
+            policy=str(policy),
+            pause_s=decision.pause_s,
+            num_bytes=decision.num_bytes,
+            stages_s=dict(decision.stages_s),
+        )
+        return decision
+
+    async def mend_for_ever(self) -> None:
+        """Bring restarted engines to the published policy, until cancelled.
+
+        An engine that cannot be brought up is ended by the publisher; the monitor's restart budget
+        bounds how often.
+        """
+        while True:
+            await anyio.sleep(_MEND_POLL_S)
+            for engine in self.pool.live():
+                published = self.pool.published
+                if engine.state is SlotState.STALE and published is not None:
+                    await self._mend(engine, published)
+
+    async def _mend(self, engine: LiveEngine, published: PolicyId) -> None:
+        async with self._weights:
+            if self.publisher.is_halted:
+                return  # the publication's own retry takes this engine along
+            try:
+                decision = await self.publisher.bring_up(_target(engine), published)
+            except PublicationFailed as error:
+                _log.warning(Event.PUBLICATION_FAILED, slot=engine.slot, error=error.message)
+                return
+            self._mark(decision)
+
+    async def _some_engines(self) -> list[LiveEngine]:
+        """The living engines; waits while every one is being restarted within its budget."""
+        while not (engines := self.pool.live()):
+            if len(self.monitor.lost_slots) == len(self.pool.views()):
+                raise EngineDead(
+                    "no engine lives and the restart budget of this hour is used up "
+                    "(health.restarts_per_hour)"
+                )
+            await anyio.sleep(_MEND_POLL_S)
+        return engines
+
+    async def _drain(self) -> None:
+        await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
+
+    def _mark(self, decision: Decision) -> None:
+        policy = PolicyId.parse(decision.policy)
+        for verified in decision.verified:
+            self.pool.mark_verified(verified.slot, verified.incarnation, policy)
+
+
+def _target(engine: LiveEngine) -> Target:
+    return Target(slot=engine.slot, incarnation=engine.incarnation, client=engine.client)

@@ -1,0 +1,125 @@
+"""How a step of the session is tried again, held, and let go.
+
+A failure the session can mend (``RetryBy.SESSION``) is retried with doubling pauses; then the step
+is *held*: everything stays in memory and the workflow view shows the failure's id. A
+``control/retry-<id>``
+file starts one more try. Held for longer than ``detach_grace`` the run is parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import anyio
+
+from runtime.clock import Clock
+from runtime.errors import RetryBy, RunError
+from runtime.rundir.failure import Failure
+from runtime.session.ends import End, EndedBy
+
+T = TypeVar("T")
+
+
+class StepEnded(Exception):
+    """A held step was let go; the session goes to its end with this reason."""
+
+    def __init__(self, end: End, failure: Failure) -> None:
+        super().__init__(f"held step let go: {end.by}")
+        self.end = end
+        self.failure = failure
+
+
+class HoldSignals(Protocol):
+    """What a held step listens to."""
+
+    def retry_requested(self, failure_id: str) -> bool:
+        """A person asked for one more try of this failure. Consumes the request."""
+        ...
+
+    def end_requested(self) -> End | None:
+        """A stop was asked for, by file or signal."""
+        ...
+
+
+class HoldView(Protocol):
+    """Where a held step is shown."""
+
+    def failed(self, failure: Failure, *, attempt: int, held: bool) -> None:
+        """A try failed; ``held`` when nothing happens until a person acts."""
+        ...
+
+    def recovered(self, failure: Failure) -> None:
+        """The step went through after all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRetries:
+    """Runs one step at a time under the session's retry rule."""
+
+    retries: int
+    backoff_s: float
+    detach_grace_s: float
+    signals: HoldSignals
+    view: HoldView
+    clock: Clock
+    poll_s: float = 0.5
+
+    async def run(self, step: str, action: Callable[[], Awaitable[T]]) -> T:
+        """Do ``action``; retry and hold as above.
+
+        Args:
+            step: plain name, part of the failure's fingerprint.
+            action: one try; must be safe to repeat after a RetryBy.SESSION error.
+
+        Raises:
+            StepEnded: if the step was held and then let go by a stop or by ``detach_grace``.
+            RunError: any error with another retry authority, at once.
+        """
+        tries = 0
+        last: Failure | None = None
+        while True:
+            try:
+                value = await action()
+            except RunError as error:
+                if error.retry is not RetryBy.SESSION:
+                    raise
+                tries += 1
+                failure = Failure.of(error, step=step, time=self.clock.time())
+                await self._wait_before_retry(failure, tries)
+                last = failure
+            else:
+                if last is not None:
+                    self.view.recovered(last)
+                return value
+
+    async def _wait_before_retry(self, failure: Failure, tries: int) -> None:
+        # Equal fingerprints count between sessions (the chain knows them), not here: a restarted
+        # engine may well fail its first publication in the same words.
+        if tries <= self.retries:
+            self.view.failed(failure, attempt=tries, held=False)
+            await self._pause(self.backoff_s * 2 ** (tries - 1), failure)
+            return
+        self.view.failed(failure, attempt=tries, held=True)
+        await self._hold(failure)
+
+    async def _pause(self, seconds: float, failure: Failure) -> None:
+        deadline = self.clock.monotonic() + seconds
+        while (left := deadline - self.clock.monotonic()) > 0:
+            self._leave_if_asked(failure)
+            await anyio.sleep(min(self.poll_s, left))
+
+    async def _hold(self, failure: Failure) -> None:
+        since = self.clock.monotonic()
+        while not self.signals.retry_requested(failure.id):
+            self._leave_if_asked(failure)
+            if self.clock.monotonic() - since > self.detach_grace_s:
+                raise StepEnded(End(by=EndedBy.PARKED), failure)
+            await anyio.sleep(self.poll_s)
+
+    def _leave_if_asked(self, failure: Failure) -> None:
+        end = self.signals.end_requested()
+        if end is not None:
+            raise StepEnded(end, failure)

@@ -1,0 +1,251 @@
+"""The story of an attempt: open, then collection after collection, then whatever its end owes.
+
+The order at a boundary is the protocol (ARCHITECTURE.md): mark consumed -> ledger snapshot and
+staging
+-> publish -> evaluation -> tests for the end. The next collection goes to the trainer only after
+staging.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+
+from configs.schedule import commit_due, evaluation_due
+from runtime.data.collections import to_sequences
+from runtime.data.samples import Collection
+from runtime.errors import StoreError
+from runtime.policy import PolicyId
+from runtime.session.ends import End, EndedBy, EndRules
+from runtime.session.parts import Parts
+from runtime.session.retrying import StepEnded
+from runtime.telemetry.events import Event
+from runtime.telemetry.log import get_logger
+from runtime.telemetry.timing import Stage
+from runtime.trainer.advantages import group_advantages
+from runtime.trainer.protocol import TrainBatch
+
+_log = get_logger()
+_WATCH_S = 0.2
+
+
+class Session:
+    """One attempt's run through its run file. Made of ready parts; ends, never restarts."""
+
+    def __init__(self, parts: Parts, rules: EndRules, *, update: int) -> None:
+        self._parts = parts
+        self._rules = rules
+        self._update = update
+        self._staged: int | None = None
+        """Update of the newest commit that stands or is being written."""
+        self._asked: End | None = None
+        self._waiting: anyio.CancelScope | None = None
+
+    @property
+    def policy(self) -> PolicyId:
+        """What the trainer holds now."""
+        return PolicyId(self._parts.context.epoch, self._update)
+
+    async def run(self) -> End:
+        """Train until an end is reached; returns once everything it owes is done.
+
+        Raises:
+            RunError: what no one inside the session can mend.
+        """
+        try:
+            await self._open()
+            end = await self._train()
+        except StepEnded as let_go:
+            end = let_go.end
+        await self._leave(end)
+        return end
+
+    async def watch_for_ever(self) -> None:
+        """Look for requests to end; interrupts a wait for a collection, nothing else."""
+        while True:
+            await anyio.sleep(_WATCH_S)
+            end = self._parts.signals.end_requested() or self._over_time()
+            if end is not None:
+                self._asked = end
+                if self._waiting is not None:
+                    self._waiting.cancel()
+
+    # --- Opening ------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Publish what was loaded, make commit 0 on a fresh start, then admit the first prompt."""
+        parts = self._parts
+        parts.view.doing("rendezvous")
+        await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
+        if not parts.restored:
+            await parts.steps.run("checkpoint/0", self._commit_initial)
+        self._staged = self._update
+        if self._update and evaluation_due(parts.context.spec, self._update):
+            await self._evaluate()  # the attempt before may have ended between commit and result
+        parts.view.doing(f"segment/{self._update}", state="training")
+        parts.recorder.lifecycle.record(Event.SESSION_READY, update=self._update)
+        parts.producer.published(self.policy)
+
+    async def _commit_initial(self) -> None:
+        parts = self._parts
+        model = {"model": parts.prepared.model, "prepared": parts.prepared.fingerprint}
+        await parts.commits.commit_initial(parts.ledger.snapshot(), self.policy, model)
+
+    # --- Collection after collection -----------------------------------------------------------
+
+    async def _train(self) -> End:
+        while True:
+            end = self._asked or self._rules.after(self._update, age_s=self._parts.context.age_s)
+            if end is not None:
+                return end
+            collection = await self._collect()
+            if isinstance(collection, End):
+                return collection
+            if collection.groups:
+                await self._train_on(collection)
+            await self._boundary(collection)
+
+    async def _collect(self) -> Collection | End:
+        """Wait for a collection, or for whatever ends the wait."""
+        parts = self._parts
+        collection: Collection | None = None
+        with (
+            parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
+            anyio.CancelScope() as self._waiting,
+        ):
+            collection = await parts.producer.take(
+                parts.context.spec.rollout.groups_per_collection, self.policy
+            )
+        was_interrupted, self._waiting = self._waiting.cancelled_caught, None
+        if was_interrupted and self._asked is not None:
+            return self._asked
+        return End(by=EndedBy.DATA) if collection is None else collection
+
+    async def _train_on(self, collection: Collection) -> None:
+        parts = self._parts
+        update = self._next_update
+        row = parts.context.spec.core.loss_row
+        advantages = [
+            group_advantages(group.rewards, normalize_std=row.normalize_std).tolist()
+            for group in collection.groups
+        ]
+        batch = TrainBatch(
+            update=update,
+            sequences=to_sequences(collection, advantages),
+            consumed_digest=parts.ledger.digest_after(
+                [group.prompt.id for group in collection.groups], update
+            ),
+        )
+        with parts.recorder.timing.stage(Stage.TRAIN, update=update):
+            metrics = await parts.trainer.train_step(batch)
+        self._update = update
+        parts.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
+        parts.producer.consumed(collection.groups)
+        parts.books.trained(collection, update, metrics)
+
+    async def _boundary(self, collection: Collection) -> None:
+        parts = self._parts
+        spec = parts.context.spec
+        end = self._rules.after(self._update, age_s=parts.context.age_s)
+        # A commit that could not be written is made good at once, on or off cadence.
+        if commit_due(spec, self._update) or end is not None or parts.commits.failure is not None:
+            await self._stage()
+        await self._publish()
+        parts.books.keep(collection)
+        has_final = end is not None and end.owes_evaluation and spec.evaluation.final
+        if evaluation_due(spec, self._update) and not has_final:
+            await self._evaluate()
+        parts.view.update = self._update
+        parts.view.moved(f"update {self._update}")
+
+    async def _stage(self) -> None:
+        """Copy the trainer's state and let its commit be written beside training."""
+        if self._staged == self._update:
+            return
+        parts = self._parts
+        with parts.recorder.timing.stage(Stage.STAGE_STATE, update=self._update) as stage:
+            boundary = await parts.commits.boundary(self.policy, parts.ledger.snapshot)
+            stage.detail.update(stall_s=boundary.stall_s, waited_s=boundary.waited_s)
+        self._staged = self._update
+
+    async def _publish(self) -> None:
+        parts = self._parts
+        with parts.recorder.timing.stage(Stage.PUBLISH, update=self._update):
+            decision = await parts.steps.run(
+                f"publication/{self._update}", partial(parts.publishing.publish, self.policy)
+            )
+        parts.producer.published(self.policy)
+        parts.books.published(self._update, decision)
+
+    async def _evaluate(self) -> None:
+        """Run every set on the shared engines; its commit was staged at this boundary."""
+        parts = self._parts
+        for name in parts.evaluator.sets:
+            step = f"evaluation/{self._update}/{name}"
+            parts.view.doing(step)
+            with parts.recorder.timing.stage(Stage.EVALUATE, update=self._update, set=name):
+                await parts.steps.run(
+                    step, partial(parts.evaluator.evaluate, name, self.policy, kind="cadence")
+                )
+        parts.view.doing(f"segment/{self._update}")
+
+    # --- Ends ---------------------------------------------------------------------------------
+
+    async def _leave(self, end: End) -> None:
+        """Commit, then what a finished run owes; the processes go afterwards."""
+        parts = self._parts
+        parts.books.ending(end)
+        await self._commit_at_end(end)
+        await parts.producer.close()
+        if end.owes_export and parts.context.spec.output.export_hf:
+            step = f"export/{self._update}"
+            parts.view.doing(step)
+            with parts.recorder.timing.stage(Stage.EXPORT, update=self._update):
+                await parts.steps.run(step, partial(parts.exporter.export, self.policy))
+        if end.owes_evaluation and parts.context.spec.evaluation.final:
+            await self._evaluate_at_end()
+
+    async def _commit_at_end(self, end: End) -> None:
+        parts = self._parts
+        if self._staged is None:
+            return  # nothing was opened: there is no state worth more than the commit before
+        parts.view.doing(f"checkpoint/{self._update}")
+
+        async def settled() -> None:
+            if parts.commits.failure is not None:
+                self._staged = None
+            await self._stage()
+            await parts.commits.settle()
+
+        if end.is_complete:
+            await parts.steps.run(f"checkpoint/{self._update}", settled)
+            return
+        try:
+            await settled()
+        except StoreError as error:
+            # Whoever stops a run gets it stopped: the commit before stands.
+            _log.error(Event.CHECKPOINT_FAILED, update=self._update, error=error.message)
+
+    async def _evaluate_at_end(self) -> None:
+        """A final evaluation that fails leaves the run complete, with its sets outstanding."""
+        parts = self._parts
+        parts.view.doing(f"evaluation/{self._update}/final")
+        session = parts.context.spec.session
+        with parts.recorder.timing.stage(Stage.EVALUATE, update=self._update):
+            await parts.evaluator.final(
+                self.policy, retries=session.retries, backoff_s=session.retry_backoff
+            )
+        parts.view.outstanding = tuple(parts.evaluator.outstanding)
+
+    # --- Small things -------------------------------------------------------------------------
+
+    @property
+    def _next_update(self) -> int:
+        return self._update + self._parts.context.spec.core.updates_per_collection
+
+    def _over_time(self) -> End | None:
+        bound = self._rules.max_run_seconds
+        if bound is not None and self._parts.context.age_s >= bound:
+            return End(by=EndedBy.WALL_CLOCK)
+        return None

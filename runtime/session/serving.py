@@ -1,0 +1,254 @@
+"""The serving side of a session, from the run file: engines, gate, verifiers, producer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from runtime.data.decoder import load_decoder
+from runtime.data.frozen import PromptStore, open_frozen
+from runtime.data.ledger import Ledger
+from runtime.engines.client import HttpEngineClient
+from runtime.engines.embedded.owner import EmbeddedOwner
+from runtime.engines.embedded.settings import EngineSettings
+from runtime.engines.monitor import HealthMonitor, HealthSettings
+from runtime.engines.pool import EnginePool
+from runtime.engines.protocol import EngineAddress, SamplingSettings
+from runtime.engines.ray_owner import RaySlot
+from runtime.evaluation.evaluator import Evaluator
+from runtime.evaluation.sets import EvaluationSet
+from runtime.evaluation.shared import EvaluationLimits, FrozenSet, SharedRunner
+from runtime.rewards.budget import SkipBudget
+from runtime.rewards.verifiers import VerifierSpec
+from runtime.rewards.workers import VerifierPool
+from runtime.rollout.errors_log import ErrorsLog
+from runtime.rollout.filters import equal_rewards
+from runtime.rollout.functions import SingleTurn
+from runtime.rollout.gate import AdmissionGate
+from runtime.rollout.parts import ProducerParts
+from runtime.rollout.producer import Producer
+from runtime.rollout.settings import ProducerSettings
+from runtime.rollout.stop_rule import StopRule
+from runtime.session.context import Context
+from runtime.session.preparing import Prepared
+from runtime.telemetry.protocol import Axis
+from runtime.telemetry.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engine group: states, monitor, and the gate in front of it."""
+
+    pool: EnginePool
+    monitor: HealthMonitor
+    gate: AdmissionGate
+
+
+def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> Engines:
+    """Slots of the run file; nothing is started yet."""
+    spec, clock = context.spec, context.clock
+    # The ports stay on loopback; the token keeps other users of the machine out all the same.
+    api_key = secrets.token_hex(16)
+
+    def connect(address: EngineAddress) -> HttpEngineClient:
+        return HttpEngineClient(address.url, api_key=api_key)
+
+    pool = EnginePool(spec.rollout.engines, clock=clock)
+    runners = {
+        slot: RaySlot(
+            owner=_owner(context, prepared, slot, api_key),
+            attempt_dir=str(context.attempt.path),
+            epoch=context.epoch,
+            start_deadline_s=300.0,
+        )
+        for slot in range(spec.rollout.engines)
+    }
+    health = spec.health
+    monitor = HealthMonitor(
+        pool,
+        runners,
+        HealthSettings(
+            enabled=health.enabled,
+            interval_s=health.interval,
+            timeout_s=health.timeout,
+            misses=health.misses,
+            first_wait_s=health.first_wait,
+            restarts_per_hour=health.restarts_per_hour,
+        ),
+        connect=connect,
+        clock=clock,
+    )
+    gate = AdmissionGate(clock=clock)
+    pool.listen(recorder.lifecycle.heard)
+    gate.listen(recorder.lifecycle.heard)
+    return Engines(pool=pool, monitor=monitor, gate=gate)
+
+
+def _owner(context: Context, prepared: Prepared, slot: int, api_key: str) -> EmbeddedOwner:
+    rollout = context.spec.rollout
+    settings = EngineSettings.model_validate(
+        {
+            "model_path": prepared.model,
+            "dtype": context.spec.model.dtype,
+            "api_key": SecretStr(api_key),
+            "max_running_requests": rollout.max_running_requests,
+            "waiting_timeout_s": rollout.waiting_deadline,
+            "running_timeout_s": rollout.running_deadline,
+            "seed": context.spec.seed + slot,
+            "torch_threads": context.threads,
+            **rollout.engine_args,
+        }
+    )
+    return EmbeddedOwner(
+        slot=slot,
+        settings=settings,
+        log_path=str(context.attempt.path / f"engine-{slot}.log"),
+    )
+
+
+def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> VerifierPool:
+    """Workers for every verifier that the prompts name; an async context manager."""
+    reward = context.spec.reward
+    names = sorted({name for store in stores.values() for name in store.facts.verifiers})
+    return VerifierPool(
+        [
+            VerifierSpec(
+                name=name,
+                arguments=dict(reward.arguments) if name == reward.verifier else {},
+                batched=reward.batched and name == reward.verifier,
+            )
+            for name in names
+        ],
+        workers=reward.workers,
+        time_limit_s=reward.time_limit,
+        search_paths=[context.plan.run_file.parent],
+    )
+
+
+def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
+    """The frozen prompts: ``train`` under the empty name, evaluation sets under their own."""
+    stores = {"": open_frozen(Path(prepared.data))}
+    for name, found in prepared.sets.items():
+        stores[name] = open_frozen(Path(found.data))
+    return stores
+
+
+def make_producer(
+    context: Context,
+    engines: Engines,
+    ledger: Ledger,
+    stores: Mapping[str, PromptStore],
+    verifiers: VerifierPool,
+    recorder: Recorder,
+    *,
+    vocab_size: int,
+    next_collection: int,
+    decode_folder: str,
+) -> Producer:
+    """The producer of this epoch; admission starts with the first publication."""
+    spec, clock = context.spec, context.clock
+    rollout = spec.rollout
+    counts = ledger.counts()
+    settings = ProducerSettings(
+        epoch=context.epoch,
+        vocab_size=vocab_size,
+        groups_per_collection=rollout.groups_per_collection,
+        samples_per_prompt=rollout.samples_per_prompt,
+        sampling=SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_new_tokens=rollout.max_response_tokens,
+            stop=tuple(rollout.stop),
+        ),
+        max_concurrent_samples=context.plan.concurrency,
+        updates_per_collection=spec.core.updates_per_collection,
+        max_staleness=spec.async_.max_staleness,
+        buffer_collections=spec.async_.buffer_collections,
+        waiting_deadline_s=rollout.waiting_deadline,
+        running_deadline_s=rollout.running_deadline,
+        drain_deadline_s=rollout.drain_deadline,
+        filter_max_rounds=rollout.filter_max_rounds,
+    )
+    rule = StopRule(clock)
+    rows = recorder.open_rows(context.root.rollout_errors)
+    errors = ErrorsLog(
+        rule=rule,
+        requeued=lambda: ledger.counts().requeued,
+        clock=clock,
+        series=lambda values: recorder.metrics.log(
+            Axis.ERRORS, values["errors/elapsed_seconds"], values
+        ),
+        row=rows.append,
+    )
+    parts = ProducerParts(
+        ledger=ledger,
+        prompt=stores[""].prompt,
+        pool=engines.pool,
+        gate=engines.gate,
+        function=SingleTurn(decode=load_decoder(Path(decode_folder))),
+        judge=verifiers,
+        budget=SkipBudget(
+            spec.reward.skip_budget,
+            len(stores[""]) * spec.data.epochs,
+            num_skipped=counts.skipped,
+        ),
+        accept=equal_rewards if rollout.filter == "equal_rewards" else None,
+    )
+    return Producer(
+        settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock
+    )
+
+
+def make_evaluator(
+    context: Context,
+    engines: Engines,
+    prepared: Prepared,
+    stores: Mapping[str, PromptStore],
+    verifiers: VerifierPool,
+    recorder: Recorder,
+) -> Evaluator:
+    """Evaluation on the shared engines."""
+    spec = context.spec
+    frozen: dict[str, FrozenSet] = {}
+    for name, section in spec.evaluation.sets.items():
+        asked = EvaluationSet.from_config(
+            name,
+            section,
+            verifier=spec.reward.verifier or "",
+            max_response_tokens=spec.rollout.max_response_tokens,
+            stop=tuple(spec.rollout.stop),
+        )
+        frozen[name] = FrozenSet(
+            asked=asked,
+            store=stores[name],
+            digest=asked.digest(prompts_fingerprint=prepared.sets[name].fingerprint),
+        )
+    runner = SharedRunner(
+        pool=engines.pool,
+        gate=engines.gate,
+        judge=verifiers,
+        decode=load_decoder(Path(prepared.tokenizer)),
+        limits=EvaluationLimits(
+            deadline_s=spec.evaluation.deadline,
+            drain_deadline_s=spec.rollout.drain_deadline,
+            call_deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
+            skip_share=spec.reward.skip_budget,
+        ),
+        clock=context.clock,
+        attempt=context.attempt.number,
+        epoch=context.epoch,
+    )
+    return Evaluator(
+        run=spec.name,
+        root=context.root,
+        sets=frozen,
+        runner=runner,
+        metrics=recorder.metrics,
+        lifecycle=recorder.lifecycle,
+        clock=context.clock,
+    )

@@ -1,0 +1,124 @@
+"""Artifacts of a flow run: a progress bar, the table of collections, the summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from runtime.rundir import workflow
+from runtime.session.answers import Running
+from tasks.handle import RunHandle, Stretch
+
+MAX_ROWS = 200
+
+
+class StretchProgress:
+    """The progress artifact of one stretch, updated at most once per change of percent."""
+
+    def __init__(self, run: RunHandle, stretch: Stretch) -> None:
+        self._stretch = stretch
+        self._shown = 0.0
+        created = create_progress_artifact(
+            progress=0.0, key=f"{run.key}-progress", description=stretch.title
+        )
+        self._id = cast(UUID, created)
+
+    def show(self, running: Running) -> None:
+        """Move the bar to where the session is."""
+        if running.view is None:
+            return
+        done = running.view.update - self._stretch.after
+        percent = round(100 * max(0, done) / (self._stretch.update - self._stretch.after))
+        if percent > self._shown:
+            self._shown = percent
+            update_progress_artifact(
+                artifact_id=self._id,
+                progress=float(min(percent, 100)),
+                description=f"{self._stretch.title}: update {running.view.update}, "
+                + ", ".join(f"{k} {v}" for k, v in running.view.detail.items()),
+            )
+
+    def finish(self) -> None:
+        """The stretch is trained."""
+        update_progress_artifact(artifact_id=self._id, progress=100.0)
+
+
+def table_collections(run: RunHandle, stretch: Stretch) -> None:
+    """One row per collection of a stretch."""
+    rows = [
+        {
+            "collection": row["step"],
+            "reward": _rounded(row["values"].get("rollout/reward_mean")),
+            "length": _rounded(row["values"].get("rollout/length_mean")),
+            "staleness": _rounded(row["values"].get("rollout/staleness_mean")),
+            "mixed groups": row["values"].get("rollout/mixed_groups"),
+            "tokens/s": _rounded(row["values"].get("rollout/tokens_per_s")),
+            "epoch": row["epoch"],
+        }
+        for row in _rows(run)
+        if stretch.first_collection <= row["step"] <= stretch.last_collection
+    ]
+    create_table_artifact(
+        table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
+    )
+
+
+def summarise(run: RunHandle) -> str:
+    """Write the summary of a run as Markdown; returns it."""
+    view = workflow.read(run.root)
+    lines = [f"# {run.name}", ""]
+    if view is not None:
+        lines += [
+            f"- state: **{view.state}**" + (f", {view.activity}" if view.activity else ""),
+            f"- update: {view.update}, ended by {view.ended_by or '-'}",
+            "- seen: " + _counts(view.seen) + "; expected: " + _counts(view.expected),
+            f"- outstanding: {', '.join(view.outstanding) or 'nothing'}",
+        ]
+    lines += ["", "| evaluation | mean |", "|---|---|"]
+    lines += [f"| {name} | {mean:.4f} |" for name, mean in _evaluations(run)]
+    lines += ["", f"- report: [report.html]({run.report().as_uri()})"]
+    lines += [f"- run directory: `{run.root.path}`", f"- export: `{run.root.export}`"]
+    text = "\n".join(lines)
+    create_markdown_artifact(markdown=text, key=f"{run.key}-summary", description="summary")
+    return text
+
+
+def _evaluations(run: RunHandle) -> Iterator[tuple[str, float]]:
+    for path in sorted(run.root.evaluations.glob("e*.u*/*/tries/*/result.json")):
+        result = json.loads(path.read_bytes())
+        if result.get("state") == "succeeded":
+            folder = path.parents[2]
+            yield f"{folder.parent.name} {folder.name}", result["metrics"]["mean"]
+
+
+def _rows(run: RunHandle) -> Iterator[dict[str, Any]]:
+    """Rows of the rollout axis; of a collection that was made twice, the highest epoch."""
+    newest: dict[float, dict[str, Any]] = {}
+    path = run.root.path / "metrics.jsonl"
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if '"rollout/collection"' not in line or not line.endswith("\n"):
+                    continue
+                row = json.loads(line)
+                standing = newest.get(row["step"])
+                if standing is None or row["epoch"] >= standing["epoch"]:
+                    newest[row["step"]] = row
+    yield from (newest[step] for step in sorted(newest))
+
+
+def _rounded(value: object) -> float | None:
+    return round(value, 4) if isinstance(value, int | float) else None
+
+
+def _counts(counts: workflow.Counts) -> str:
+    return ", ".join(f"{value} {name}" for name, value in counts.model_dump().items())

@@ -1,0 +1,28 @@
+"""The first task: start the run, attach to its live attempt, or find it complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.logging import get_run_logger
+
+from configs.load import load_run
+from configs.plan import make_plan
+from runtime.launch.start import start_run
+from tasks.handle import RunHandle
+
+
+@task(name="attach")
+def attach(run_file: Path, sets: list[str]) -> RunHandle:
+    """Load the run file and make sure that somebody works on it. Idempotent.
+
+    Raises:
+        RunFileError: if the file has problems; all of them are in the message.
+        ConfigError: if the output root belongs to another training.
+    """
+    loaded = load_run(run_file, sets)
+    launch = start_run(loaded)
+    message = launch.notice or f"attempt {launch.attempt} in {loaded.spec.output.root}"
+    get_run_logger().info("%s: %s", launch.how, message)
+    return RunHandle(loaded=loaded, plan=make_plan(loaded), attempt=launch.attempt)

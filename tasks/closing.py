@@ -1,0 +1,35 @@
+"""What a finished run owes: its export, its compiler caches, and the end record."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from runtime.session.steps import StepKind
+from tasks.artifacts import summarise
+from tasks.handle import RunHandle
+from tasks.waiting import RETRIES, RETRY_DELAYS_S, Outcome, is_lost, until_done
+
+
+@task(
+    name="finish", retries=RETRIES, retry_delay_seconds=RETRY_DELAYS_S, retry_condition_fn=is_lost
+)
+def finish(run: RunHandle) -> Outcome:
+    """The end record says complete: every process has left in good order."""
+    return until_done(run, run.step(StepKind.FINISH))
+
+
+@task(name="report")
+def report(run: RunHandle) -> str:
+    """Write the HTML report and the summary; neither can fail a run."""
+    from runtime.analysis.report import write_report
+
+    write_report(run.root.path)
+    return summarise(run)
+
+
+@task(
+    name="export", retries=RETRIES, retry_delay_seconds=RETRY_DELAYS_S, retry_condition_fn=is_lost
+)
+def export(run: RunHandle) -> Outcome:
+    """The final weights lie in ``export/`` as a Hugging Face folder, verified."""
+    return until_done(run, run.final_export())

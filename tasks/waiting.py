@@ -1,0 +1,91 @@
+"""The one loop behind every task: ask the run directory until the step stands.
+
+A task's own retries only cover losing sight of the run: with ``local`` a lost run gets a new
+epoch, at most three without a commit between them (``runtime.session.ensure`` counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefect import Task
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.runtime import task_run
+
+from runtime.errors import RetryBy, RunError, SessionLost
+from runtime.launch.start import start_run
+from runtime.rundir.receipts import Receipt
+from runtime.session.answers import Done, Ended, Held, Lost, Rewound, Running
+from runtime.session.ensure import ensure
+from runtime.session.steps import Step
+from tasks.ended import RunEnded
+from tasks.handle import RunHandle
+from tasks.phases import show_held
+
+RETRIES = 3
+RETRY_DELAYS_S = [1.0, 5.0, 15.0]
+POLL_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a step came out for its caller."""
+
+    receipt: Receipt | None
+    """None where history was rewound below what the caller had seen."""
+    rewound_to: int | None = None
+
+
+async def is_lost(task: Task[..., object], run: TaskRun, state: State[object]) -> bool:
+    """Retry condition of every task: the run was lost, and a new epoch may go on."""
+    del task, run
+    try:
+        await state.result(raise_on_failure=True)  # type: ignore[misc]
+    except RunError as error:
+        return error.retry is RetryBy.TASK
+    except BaseException:
+        return False
+    return False
+
+
+def until_done(
+    run: RunHandle, step: Step, show: Callable[[Running], None] = lambda _: None
+) -> Outcome:
+    """Wait for a step; on a task's retry a new epoch is started first.
+
+    Raises:
+        SessionLost: if nobody works towards it any more (the task's retry starts an epoch).
+        RunEnded: if the run stopped, parked or failed before it.
+        WaitTimeout: if nothing moved for longer than any stage may take.
+    """
+    if (task_run.run_count or 1) > 1:
+        start_run(run.loaded, reason="the run was lost", lost_attempt=_newest_attempt(run))
+    deadline_s = _deadline_s(run)
+    while True:
+        match ensure(run.root, step, timeout_s=POLL_S, deadline_s=deadline_s):
+            case Done(receipt=receipt):
+                return Outcome(receipt=receipt)
+            case Running() as running:
+                show(running)
+            case Held(failure=failure):
+                show_held(run, failure)
+            case Rewound(to=to):
+                return Outcome(receipt=None, rewound_to=to)
+            case Lost(reason=reason):
+                raise SessionLost(f"{step}: {reason}", step=str(step))
+            case Ended(reason=reason) as ended:
+                raise RunEnded(
+                    f"{step} was not reached: {reason}", state=ended.state, activity=ended.activity
+                )
+
+
+def _newest_attempt(run: RunHandle) -> int | None:
+    numbers = run.root.attempt_numbers()
+    return numbers[-1] if numbers else None
+
+
+def _deadline_s(run: RunHandle) -> float:
+    """Longest time without any progress that is no failure: the longest single stage there is."""
+    rollout = run.loaded.spec.rollout
+    return max(rollout.waiting_deadline + rollout.running_deadline, 3600.0)
