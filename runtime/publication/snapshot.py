@@ -71,7 +71,7 @@ def write_snapshot(
     specs = backend.weight_specs()
     shards = plan_shards(specs, shard_bytes)
     to = Path(folder)
-    _remove_others(to, {shard.file for shard in shards} | {INDEX})
+    _remove_others(to, {shard.file for shard in shards})
     with Checksums(sum(spec_bytes(spec) for spec in specs), bucket_bytes) as sums:
         named = _flat(backend, bucket_bytes)
         try:
@@ -107,6 +107,6 @@ def _flat(backend: WeightExport, bucket_bytes: int) -> Iterator[tuple[str, torch
 
 def _remove_others(folder: Path, keep: set[str]) -> None:
     """Delete what an older snapshot with other shards left behind."""
-    for path in folder.iterdir():
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
         if path.name not in keep:
-            path.unlink()
+            path.unlink(missing_ok=True)
