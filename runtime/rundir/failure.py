@@ -22,7 +22,7 @@ _NORMAL_FORM: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\be\d+\.u\d+\b"), "<policy>"),
     (re.compile(r"\b0x[0-9a-f]+\b"), "<n>"),
     (re.compile(r"(?:/[\w.@+-]+){2,}/?"), "<path>"),
-    (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,}\b"), "<n>"),
+    (re.compile(r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,}\b"), "<n>"),
     (re.compile(r"\d+(?:\.\d+)?"), "<n>"),
     (re.compile(r"\s+"), " "),
 )

@@ -261,7 +261,3 @@ class AttemptDir:
     def epoch(self, epoch: int) -> Path:
         """The folder of one epoch within the attempt (``head.json`` of the rendezvous)."""
         return self.path / f"e{epoch}"
-
-
-EXPORT_RECEIPT = "milepost.json"
-"""Beside the weights of a finished export."""

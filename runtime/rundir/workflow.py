@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -23,7 +24,7 @@ from runtime.rundir.history import (
     newest_epoch,
     standing_commits,
 )
-from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot, evaluation_result
+from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot
 from runtime.rundir.records import Activity, Record, WorkflowState
 
 HEARTBEAT_S = 2.0
@@ -245,10 +246,19 @@ def _standing_evaluations(root: RunRoot, records: tuple[Record, ...]) -> set[tup
     """(update, set) of every result whose policy belongs to history; once, whoever made it."""
     found: set[tuple[int, str]] = set()
     for folder in root.evaluations.glob("e*.u*/*"):
-        policy = PolicyId.parse(folder.parent.name)
-        if is_standing(records, policy) and evaluation_result(folder) is not None:
+        try:
+            policy = PolicyId.parse(folder.parent.name)
+        except ValueError:
+            continue
+        if is_standing(records, policy) and _has_result(folder):
             found.add((policy.update, folder.name))
     return found
+
+
+def _has_result(folder: Path) -> bool:
+    """Whether a try of this evaluation succeeded; what it found is ``runtime.evaluation``'s."""
+    results = map(atomic.read_bytes, folder.glob("tries/*/result.json"))
+    return any(_fields(data).get("state") == "succeeded" for data in results)
 
 
 def _asked(root: RunRoot, attempt: int) -> dict[str, object]:

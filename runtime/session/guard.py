@@ -12,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +25,7 @@ from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
 from runtime.rundir.failure import Failure
 from runtime.rundir.journal import Journal
-from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.rundir.layout import AttemptDir
 from runtime.rundir.lease import RunLease, again_s
 from runtime.rundir.processes import (
     HostBoot,
@@ -35,10 +34,11 @@ from runtime.rundir.processes import (
     owned_environment,
     reap,
 )
-from runtime.rundir.records import Activity, CommitRecord, EndRecord, EpochRecord, Record
+from runtime.rundir.records import Activity, EndRecord, EpochRecord
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
 from runtime.session.outcome import KilledBy, judge
+from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
 
 EXIT_ENDED = 0
@@ -48,36 +48,6 @@ EXIT_NOT_OWNER = 3
 """Another process owns the run, or became its owner; this one wrote nothing more."""
 
 DRIVER = (sys.executable, "-m", "runtime.session.driver")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Which commit a new epoch restores."""
-
-    commit: CommitRecord | None
-    """None: history has no commit, the run starts fresh."""
-    passed_over: tuple[str, ...] = ()
-    """Newer commits that are damaged, with what is wrong; their files stay where they are."""
-
-
-Choose = Callable[[RunRoot, Sequence[Record]], Choice]
-
-
-def newest_valid(root: RunRoot, records: Sequence[Record]) -> Choice:
-    """The newest commit whose files are all as its record says; reads them.
-
-    Raises:
-        StoreError: if there are commits and none is valid.
-    """
-    if history.newest_commit(records) is None:
-        return Choice(commit=None)
-    # Loads numpy: not for a guard that has nothing to restore.
-    from runtime.checkpoints.resume import find_restorable
-
-    found = find_restorable(root, records)
-    if found is None:
-        return Choice(commit=None)
-    return Choice(commit=found.commit, passed_over=tuple(map(str, found.damaged)))
 
 
 class Guard:
@@ -205,20 +175,12 @@ class Guard:
                 pid=os.getpid(),
                 boot_id=self._here.boot_id,
                 started=enter.started(os.getpid()) or 0.0,
-                reason="; ".join((self._reason(records), *choice.passed_over)),
+                reason=reason(self._spec.reason, records, choice),
                 restored=restored.policy if restored else None,
                 restored_seq=restored.seq if restored else None,
                 lease_s=None if records else lease_s,
             )
         )
-
-    def _reason(self, records: Sequence[Record]) -> str:
-        before, end = history.newest_epoch(records), history.current_end(records)
-        if before is None:
-            return self._spec.reason
-        if end is None:
-            return f"{self._spec.reason}: epoch {before.epoch} vanished without an end record"
-        return f"{self._spec.reason}: epoch {before.epoch} ended by {end.ended_by}"
 
     def _announce(self, epoch: EpochRecord, lease: RunLease, switch: Switch) -> None:
         self._registry.enter("guard", epoch=epoch.epoch)

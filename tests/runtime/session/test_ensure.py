@@ -9,13 +9,21 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.errors import EngineDead, SessionLost, WaitTimeout
+from runtime.evaluation.receipts import (
+    Request,
+    Result,
+    TryError,
+    claim_try,
+    finish_try,
+    write_request,
+)
 from runtime.policy import PolicyId
 from runtime.rundir import atomic, enter, workflow
 from runtime.rundir.chain import Chain
 from runtime.rundir.claims import claim_attempt, make_claim
 from runtime.rundir.control import Control
 from runtime.rundir.failure import Failure
-from runtime.rundir.layout import RunRoot
+from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.receipts import Receipt, write_receipt
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
@@ -181,36 +189,56 @@ def test_a_segment_is_done_when_trained_its_checkpoint_when_committed(run: Run) 
     assert isinstance(run.ask("segment/8"), Running)
 
 
+def evaluate(run: Run, policy: str, *, state: str, mean: float) -> None:
+    folder = run.root.evaluation(policy, "held-out")
+    request = Request(
+        time=0.0,
+        run="t",
+        policy=policy,
+        set="held-out",
+        kind="cadence",
+        required=False,
+        mode="shared",
+        attempt=1,
+        epoch=1,
+        set_digest="d",
+        sampling={},
+        seed=0,
+    )
+    write_request(folder, request)
+    number, _ = claim_try(folder, by="test", time=0.0)
+    error = None
+    if state == "failed":
+        error = TryError(error_class="E", fingerprint="f", message="m")
+    result = Result(time=1.0, state=state, error=error, metrics={"mean": mean})
+    finish_try(folder, number, result)
+
+
 def test_a_result_counts_when_its_commit_stands_and_its_policy_does(run: Run) -> None:
     run.begin()
     zero = run.commit(0)
-    put(
-        run.root.evaluation("e1.u5", "held-out") / "tries/0/result.json",
-        state="succeeded",
-        mean=0.5,
-        time=1.0,
-    )
+    evaluate(run, "e1.u5", state="succeeded", mean=0.5)
     assert isinstance(run.ask("evaluation/5/held-out"), Running)
     run.begin(zero)
     run.commit(5)
     # Update 5 is committed, but by other weights than those evaluated.
     assert isinstance(run.ask("evaluation/5/held-out"), Running)
-    put(
-        run.root.evaluation("e2.u5", "held-out") / "tries/1/result.json",
-        state="succeeded",
-        mean=0.7,
-        time=1.0,
-    )
-    assert run.ask("evaluation/5/held-out").receipt.detail["mean"] == 0.7
+    evaluate(run, "e2.u5", state="failed", mean=0.0)
+    assert isinstance(run.ask("evaluation/5/held-out"), Running)
+    evaluate(run, "e2.u5", state="succeeded", mean=0.7)
+    receipt = run.ask("evaluation/5/held-out").receipt
+    assert receipt.policy == PolicyId(2, 5)
+    assert receipt.detail["metrics"] == {"mean": 0.7}
     assert isinstance(run.ask("evaluation/5/other"), Running)
+    assert workflow.count_seen(run.root, run.chain.seen, update=5).evaluations == 1
 
 
 def test_an_export_is_proved_by_its_receipt_at_a_standing_policy(run: Run) -> None:
     run.begin()
     five = run.commit(5)
-    put(run.root.export / "receipt.json", epoch=1, update=6)
+    put(run.root.export / EXPORT_RECEIPT, epoch=1, policy="e1.u6", update=6)
     assert isinstance(run.ask("export/5"), Running)
-    put(run.root.export_at(5) / "receipt.json", epoch=1, update=5)
+    put(run.root.export_at(5) / EXPORT_RECEIPT, epoch=2, policy="e1.u5", update=5)
     assert run.ask("export/5").receipt.policy == PolicyId(1, 5)
     run.begin(five)
     # 6 was exported by epoch 1 and undone by the restart at 5.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,11 @@ from runtime.rundir.journal import read_rows
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.liveness import Mark
 from runtime.rundir.processes import HostBoot
-from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord, FileEntry
+from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
 from runtime.session.deadman import EXIT_GUARD_GONE
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, Guard, newest_present
+from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER
+from runtime.session.guard import Guard as RealGuard
+from runtime.session.succession import Choice
 
 QUICK_CODE = """
 import json, pathlib, sys
@@ -33,6 +36,14 @@ words = {"epoch": epoch, "state": "complete", "ended_by": "max_updates", "update
 """
 QUICK_SESSION = (sys.executable, "-I", "-S", "-c", QUICK_CODE)
 """Only last words: for tests of what the guard writes."""
+
+
+def newest(root: RunRoot, records) -> Choice:
+    """Takes the dummy's commits, which have no files, at their word."""
+    return Choice(commit=history.newest_commit(records))
+
+
+Guard = partial(RealGuard, choose=newest)
 
 
 def digest_of(update: int) -> str:
@@ -101,7 +112,7 @@ def test_a_run_from_start_to_complete(attempt, records, root: RunRoot) -> None:
     assert (view.seen.checkpoints, view.last_checkpoint) == (1, 2)
     assert Mark.of(root.lease) is None
     events = [r["event"] for r in read_rows(root.journal)]
-    assert events == ["epoch.taken", "session.started", "attempt.ended"]
+    assert events == ["epoch.taken", "session.started", "run.completed"]
 
 
 def test_a_complete_run_starts_nothing(attempt, records) -> None:
@@ -379,34 +390,40 @@ def test_a_full_disk_for_the_view_ends_nothing(attempt, records, root, monkeypat
     assert workflow.current(root, records(), now=0.0).state == "complete"
 
 
-def test_the_guard_restores_the_newest_commit_whose_files_are_there(tmp_path: Path) -> None:
-    root = RunRoot.of(tmp_path)
-    entry = FileEntry(name="a", size=3, sha256="0" * 64)
-    made = [
-        CommitRecord(
-            seq=update + 1,
-            epoch=1,
-            time=0.0,
-            format_version=1,
-            update=update,
-            policy=f"e1.u{update}",
-            training_digest="t",
-            layout={},
-            data_fingerprint="d",
-            ledger_checksum="l",
-            consumed_digest="c",
-            folder=f"c{update}",
-            files=(entry,),
-        )
-        for update in range(3)
-    ]
-    assert newest_present(root, ()) is None
-    # None is there: the newest is named, and the session says what it found.
-    assert newest_present(root, made) == made[2]
-    for update, data in ((0, b"abc"), (1, b"abc"), (2, b"ab")):
-        (tmp_path / f"c{update}").mkdir()
-        (tmp_path / f"c{update}" / "a").write_bytes(data)
-    assert newest_present(root, made) == made[1]
+def test_an_epoch_that_finds_nothing_to_restore_ends_with_what_was_found(
+    attempt, records, root: RunRoot
+) -> None:
+    """The dummy's commits hold no ledger, so that the real check refuses them all."""
+    Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
+    Guard(attempt(hang_at=2)).run()
+    before = history.standing_commits(records())
+    second = attempt(2)
+    assert RealGuard(second).run() == EXIT_FAILED
+    end = records()[-1]
+    assert (end.state, end.failure.error_class) == ("failed", "NoValidCommit")
+    assert "checkpoints/000002-e1" in end.failure.message
+    assert end.failure.retry == "nobody"
+    assert workflow.read(root).failure == end.failure
+    assert not second.session_log.exists()
+    # Nothing was undone by it: with the files back, the run goes on from where it was.
+    assert history.standing_commits(records()) == before
+    assert Guard(attempt(3)).run() == EXIT_ENDED
+    check_history(root, records())
+
+
+def test_commits_passed_over_are_named_in_the_epoch(attempt, records, root: RunRoot) -> None:
+    Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
+    Guard(attempt(hang_at=2)).run()
+
+    def choose(root: RunRoot, records) -> Choice:
+        newest, older = history.standing_commits(records)[:-3:-1]
+        return Choice(commit=older, passed_over=(f"{newest.folder}: 3 bytes",))
+
+    assert RealGuard(attempt(2), choose=choose).run() == EXIT_ENDED
+    epoch = history.newest_epoch(records())
+    assert epoch.restored == "e1.u1"
+    assert "checkpoints/000002-e1: 3 bytes" in epoch.reason
+    check_history(root, records())
 
 
 def test_every_process_is_entered_before_its_exec(attempt, root: RunRoot) -> None:
