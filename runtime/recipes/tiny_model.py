@@ -70,6 +70,7 @@ def sample(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    ignore_end: bool = False,
 ) -> Responses:
     """Sample one response per row with transformers' own ``generate``.
 
@@ -79,11 +80,13 @@ def sample(
         max_new_tokens: a response without an end token is cut here.
         temperature: 0 takes the most likely token (its log-prob is then at temperature 1).
         seed: same seed, same weights, same prompts: same responses.
+        ignore_end: never draw the end token; log-probs are still those of the whole vocabulary.
     """
     greedy = temperature == 0
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=not greedy,
+        min_new_tokens=max_new_tokens if ignore_end else None,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
         return_dict_in_generate=True,
@@ -101,7 +104,7 @@ def sample(
     new_BN = out.sequences[:, prompt_BP.shape[1] :]
     logits_BNV = torch.stack(out.logits, dim=1).float() / (1.0 if greedy else temperature)
     logprob_BN = logits_BNV.log_softmax(-1).gather(-1, new_BN.unsqueeze(-1)).squeeze(-1)
-    lengths = _lengths(new_BN)
+    lengths = [max_new_tokens] * len(new_BN) if ignore_end else _lengths(new_BN)
     return Responses(
         token_ids=[row[:n] for row, n in zip(new_BN.tolist(), lengths, strict=True)],
         logprobs=[row[:n] for row, n in zip(logprob_BN.tolist(), lengths, strict=True)],

@@ -106,3 +106,11 @@ def test_sampled_logprobs_are_the_models_own() -> None:
         want = logits.log_softmax(-1)[range(len(tokens)), tokens]
         torch.testing.assert_close(torch.tensor(logprobs), want, atol=1e-5, rtol=1e-5)
         assert EOS_ID not in tokens[:-1]
+
+
+def test_responses_of_fixed_length_never_end() -> None:
+    model = new_model(SHAPES["300k"], seed=0)
+    prompts = torch.tensor([prompt_ids(byte_tokenizer(), "abcd")] * 64)
+    drawn = sample(model, prompts, max_new_tokens=16, temperature=1.0, seed=1, ignore_end=True)
+    assert {len(row) for row in drawn.token_ids} == {16}
+    assert not any(EOS_ID in row for row in drawn.token_ids)

@@ -1,0 +1,82 @@
+from dataclasses import fields
+
+import pytest
+
+from configs.core import Core
+from configs.loss import LOSSES
+from configs.rollout import Rollout
+from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings, from_spec
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_table_reaches_the_trainer(name: str) -> None:
+    settled = from_spec(
+        Core.model_validate({"loss": name}), Rollout(), dtype="float32", seed=3
+    ).loss
+    named = LossSettings.named(name)  # type: ignore[arg-type]
+    for cell in ("ratio", "normalize_std", "aggregation", "eps_clip", "eps_clip_high"):
+        assert getattr(settled, cell) == getattr(named, cell)
+
+
+def test_every_field_of_the_run_file_arrives() -> None:
+    core = Core.model_validate(
+        {
+            "loss": "dapo",
+            "eps_clip": 0.11,
+            "eps_clip_high": 0.12,
+            "dual_clip": 3.5,
+            "kl": "k2",
+            "kl_coef": 0.01,
+            "entropy_coef": 0.02,
+            "entropy_metric": True,
+            "tis_clip": 4.0,
+            "tis_clip_low": 0.1,
+            "tis_level": "sequence",
+            "tis_mode": "mask",
+            "lr": 2e-5,
+            "lr_schedule": "cosine",
+            "max_updates": 77,
+            "min_lr": 1e-7,
+            "warmup_updates": 4,
+            "weight_decay": 0.1,
+            "beta1": 0.8,
+            "beta2": 0.98,
+            "adam_eps": 1e-7,
+            "max_grad_norm": 0.5,
+            "updates_per_collection": 2,
+            "max_tokens_per_gpu": 1000,
+            "packing": "flops",
+            "compile": True,
+            "policy_grad_norm_every": 5,
+            "max_skipped_steps": 2,
+            "distributed_timeout": "90s",
+        }
+    )
+    rollout = Rollout(temperature=0.9, max_response_tokens=33)
+    settings = from_spec(core, rollout, dtype="bfloat16", seed=11, deterministic=True)
+    # What a run file cannot say keeps its default; all else must differ from it.
+    fixed = {"share_prompts", "head_chunk_tokens", "threads", "reference"}
+    told_apart = {
+        TrainerSettings: (settings, fixed),
+        OptimizerSettings: (settings.optimizer, set[str]()),
+        LossSettings: (settings.loss, {"ratio", "normalize_std", "old_policy", "tis"}),
+    }
+    for kind, (got, same) in told_apart.items():
+        for field in fields(kind):
+            if field.name not in same | {"kl_reward_coef"}:
+                assert getattr(got, field.name) != getattr(kind(), field.name), field.name
+    assert settings.optimizer.lr_decay_updates == 77
+    assert settings.max_mean_logprob_gap == 0.05
+    assert settings.distributed_timeout_s == 90.0
+
+
+def test_behaviour_as_old_policy_switches_tis_off() -> None:
+    core = Core.model_validate({"old_policy": "behaviour"})
+    loss = from_spec(core, Rollout(), dtype="float32", seed=0).loss
+    assert (loss.old_policy, loss.tis) == ("behaviour", False)
+
+
+def test_a_cosine_needs_an_end() -> None:
+    core = Core.model_validate({"lr_schedule": "cosine"})
+    with pytest.raises(ValueError, match="lr_decay_updates or max_updates"):
+        from_spec(core, Rollout(), dtype="float32", seed=0)
