@@ -253,7 +253,9 @@ def _audit(root: RunRoot, records: Records, view: Workflow, spec: RunSpec | None
     if (spec is None or spec.tracking.mode != "disabled") and not _has_entries(root.wandb):
         problems.append("wandb")
     found = f"rollouts of {len(made & collections)} of {len(made)} collections"
-    found += f"; missing: {', '.join(problems)}" if problems else "; every file present and readable"
+    found += (
+        f"; missing: {', '.join(problems)}" if problems else "; every file present and readable"
+    )
     is_over = history.is_complete(records)
     return Row(
         name="audit files",
@@ -309,7 +311,7 @@ def _weights(root: RunRoot, records: Records, view: Workflow) -> Row:
 
 
 def _last_published(path: Path) -> Decision | None:
-    """The last whole record of a publication that was verified; torn and damaged lines are skipped."""
+    """The last publication that was verified; torn and damaged lines are skipped."""
     lines = (atomic.read_bytes(path) or b"").splitlines()
     for line in reversed(lines):
         try:

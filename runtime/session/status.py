@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.clock import Clock, SystemClock
+from runtime.errors import StoreError
 from runtime.rundir import history, workflow
 from runtime.rundir.chain import Chain
-from runtime.rundir.claims import Pending, pending
+from runtime.rundir.claims import Pending, pending, read_claim
 from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.liveness import Mark
@@ -185,7 +186,14 @@ def unreadable(root: RunRoot, reason: str) -> Status:
     """The status of a root that cannot be read from this host: unknown, row by row."""
     rows = tuple(
         Row(name=name, is_filled=False, found=f"cannot be read from this host: {reason}")
-        for name in ("exits", "launch receipt", "state", "counts", "audit files", "weights, engines")
+        for name in (
+            "exits",
+            "launch receipt",
+            "state",
+            "counts",
+            "audit files",
+            "weights, engines",
+        )
     )
     return Status(
         run=root.path.name,
@@ -268,7 +276,7 @@ def _is_fresh(root: RunRoot, epoch: EpochRecord, clock: Clock, here: HostBoot) -
 
 
 def _sign(root: RunRoot, epoch: EpochRecord) -> object:
-    """Changes while somebody lives: the session's heartbeat; before the first, the guard's lease."""
+    """Changes while somebody lives: the heartbeat; before the first one, the lease."""
     view = workflow.read(root)
     if view is not None and view.epoch == epoch.epoch and view.heartbeat.pid != epoch.pid:
         return view.heartbeat.count, view.heartbeat.time
@@ -313,9 +321,6 @@ def _next_check(
 
 
 def _spec_digest(root: RunRoot, attempt: int) -> str:
-    from runtime.errors import StoreError
-    from runtime.rundir.claims import read_claim
-
     try:
         return read_claim(root.attempt(attempt)).spec_digest if attempt >= 1 else ""
     except (StoreError, OSError):

@@ -4,14 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from configs.load import LoadedRun, load_run
 from configs.problems import Problem, RunFileError
-
-# A busy machine makes an example slow, not wrong.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 BASE = """\
 name = "base"

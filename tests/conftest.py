@@ -1,0 +1,21 @@
+"""What every test runs under: quiet libraries, one thread each, no network, patient hypothesis."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything heavy is imported, here or in a child: these are read at import.
+os.environ.update(
+    DO_NOT_TRACK="1",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes an example slow, not wrong.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
