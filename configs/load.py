@@ -70,6 +70,23 @@ def load_run(path: Path | str, sets: Sequence[str] = ()) -> LoadedRun:
     )
 
 
+def load_frozen(path: Path | str) -> LoadedRun:
+    """Read the resolved run file of an attempt (``run.json``): checked when it was frozen.
+
+    Raises:
+        RunFileError: if it cannot be read or was written by another version.
+    """
+    path = Path(path).absolute()
+    text = _read(path)
+    try:
+        spec = RunSpec.model_validate_json(text)
+    except ValidationError as error:
+        raise _unreadable(path, f"no run file of this version: {error}") from error
+    return LoadedRun(
+        spec=spec, path=path, text=text, sets=(), warnings=(), shape=read_shape(spec.model)
+    )
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import task
 from prefect.logging import get_run_logger
 
-from configs.load import load_run
+from configs.load import load_frozen, load_run
 from configs.plan import make_plan
 from runtime.launch.start import start_run
 from tasks.handle import RunHandle
@@ -21,7 +21,8 @@ def attach(run_file: Path, sets: list[str]) -> RunHandle:
         RunFileError: if the file has problems; all of them are in the message.
         ConfigError: if the output root belongs to another training.
     """
-    loaded = load_run(run_file, sets)
+    # The frozen run file of an attempt is JSON: whoever attaches beside a guard gives that one.
+    loaded = load_frozen(run_file) if run_file.suffix == ".json" else load_run(run_file, sets)
     launch = start_run(loaded)
     message = launch.notice or f"attempt {launch.attempt} in {loaded.spec.output.root}"
     get_run_logger().info("%s: %s", launch.how, message)
