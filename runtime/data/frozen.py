@@ -30,7 +30,7 @@ from runtime.errors import PartialWrite
 from runtime.rundir.atomic import fsync_folder, point
 
 ROWS_PER_GROUP = 128
-_CACHED_GROUPS = 32
+_CACHED_BYTES = 32 << 20
 SCHEMA = pa.schema(
     [
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
@@ -81,7 +81,7 @@ def facts_path(path: Path) -> Path:
 
 
 class PromptStore:
-    """All prompts, one row group of them in hand at a time. Thread-safe; close it when done."""
+    """All prompts, the row groups used last in memory. Thread-safe; close it when done."""
 
     def __init__(self, path: Path, facts: FrozenFacts, file: pq.ParquetFile) -> None:
         self.path = path
@@ -89,6 +89,7 @@ class PromptStore:
         self._file = file
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
+        self._cached_bytes = 0
 
     def __len__(self) -> int:
         return self.facts.num_prompts
@@ -152,8 +153,10 @@ class PromptStore:
                 path=str(self.path),
             ) from exc
         self._groups[group] = table
-        if len(self._groups) > _CACHED_GROUPS:
-            self._groups.popitem(last=False)
+        self._cached_bytes += table.nbytes
+        while self._cached_bytes > _CACHED_BYTES and len(self._groups) > 1:
+            _, oldest = self._groups.popitem(last=False)
+            self._cached_bytes -= oldest.nbytes
         return table
 
 

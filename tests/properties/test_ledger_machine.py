@@ -33,12 +33,14 @@ class Model:
         self.queue: list[PromptId] = []
         self.consumed: list[tuple[PromptId, int]] = []
         self.update = 0
+        self.num_requeued = 0
 
     def copy(self) -> "Model":
         other = object.__new__(Model)
         other.todo, other.queue = list(self.todo), list(self.queue)
         other.state, other.attempt = dict(self.state), dict(self.attempt)
         other.consumed, other.update = list(self.consumed), self.update
+        other.num_requeued = self.num_requeued
         return other
 
     def in_state(self, *states: str) -> list[PromptId]:
@@ -107,6 +109,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.requeue(prompt, self.model.attempt[prompt], reason)
         self.model.state[prompt] = "queued"
         self.model.queue.insert(0, prompt)
+        self.model.num_requeued += 1
 
     @precondition(lambda self: self.model.in_state("in flight", "finished"))
     @rule(data=st.data(), end=st.sampled_from(["filter", "drop", "skip"]))
@@ -129,26 +132,30 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # --- Events that must change nothing -------------------------------------------------
 
-    @rule(data=st.data(), event=st.sampled_from(["finish", "requeue", "filter", "drop", "skip"]))
-    def late_event(self, data: st.DataObject, event: str) -> None:
-        prompt = data.draw(st.sampled_from([*self.model.state, NO_SUCH_PROMPT]))
-        present = self.model.attempt.get(prompt, 0)
-        live = {"in flight"} if event == "finish" else {"in flight", "finished"}
-        attempts = st.integers(-1, present + 2)
-        if self.model.state.get(prompt) in live:
-            attempts = attempts.filter(lambda a: a != present)
-        args = (prompt, data.draw(attempts)) + ((STALE,) if event == "requeue" else ())
-        assert getattr(self.ledger, event)(*args) is False
+    @rule()
+    def late_events(self) -> None:
+        """Every event of every attempt but the present one of a live group."""
+        for prompt in [*self.model.state, NO_SUCH_PROMPT]:
+            state, present = self.model.state.get(prompt), self.model.attempt.get(prompt, 0)
+            for event in ("finish", "requeue", "filter", "drop", "skip"):
+                is_live = state == "in flight" or (state == "finished" and event != "finish")
+                for attempt in range(-1, present + 2):
+                    if not (is_live and attempt == present):
+                        args = (STALE,) if event == "requeue" else ()
+                        assert getattr(self.ledger, event)(prompt, attempt, *args) is False
 
-    @precondition(lambda self: self.model.in_state("finished"))
-    @rule(data=st.data())
-    def consume_what_is_not_there(self, data: st.DataObject) -> None:
+    @rule()
+    def consume_what_is_not_there(self) -> None:
         good = [(p, self.model.attempt[p]) for p in self.model.in_state("finished")]
-        others = [p for p in self.model.state if self.model.state[p] != "finished"]
-        bad = [good[0], (good[0][0], good[0][1] + 1), (NO_SUCH_PROMPT, 1)]
-        bad += [(p, self.model.attempt[p]) for p in others]
-        with pytest.raises(ContractViolation):
-            self.ledger.consume([*good, data.draw(st.sampled_from(bad))], self.model.update + 1)
+        bad = [(NO_SUCH_PROMPT, 1), *good]  # the good ones a second time
+        bad += [(p, attempt + 1) for p, attempt in good]
+        bad += [(p, a) for p, a in self.model.attempt.items() if (p, a) not in good]
+        for key in bad:
+            with pytest.raises(ContractViolation, match="not finished, or one twice"):
+                self.ledger.consume([*good, key], self.model.update + 1)
+        if self.model.update:
+            with pytest.raises(ContractViolation, match="consumes after update"):
+                self.ledger.consume(good, self.model.update - 1)
 
     # --- Commits and kills ---------------------------------------------------------------
 
@@ -200,6 +207,7 @@ class LedgerMachine(RuleBasedStateMachine):
         begun = max(1, -(-num_admitted // num_rows)) * num_rows
         assert counts.remaining == begun - num_admitted
         assert counts.lost == counts.doubled == 0
+        assert counts.requeued == self.model.num_requeued
         assert self.ledger.is_exhausted == (not states["remaining"] and not counts.pending)
 
     @invariant()
@@ -207,6 +215,7 @@ class LedgerMachine(RuleBasedStateMachine):
         report = read_history(self.segments())
         states = Counter(self.standing.state.values())
         assert report.lost == report.doubled == 0
+        assert report.requeued == self.standing.num_requeued
         for end in ("consumed", "filtered", "dropped", "skipped"):
             assert getattr(report, end) == states[end]
         assert report.pending == states["queued"] + states["in flight"] + states["finished"]
@@ -214,4 +223,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -130,12 +131,12 @@ def test_a_report_counts_what_is_there_and_not_what_totals_say():
     assert (honest.lost, honest.doubled) == (0, 0)
     lost = read_history([*before, changed(last, dropped={"pass_": [], "index": []})])
     assert (lost.lost, lost.doubled) == (1, 0)
-    twice = {
-        "pass_": [p.pass_ for p in before[1].filtered.ids()],
-        "index": before[1].filtered.index,
-    }
+    filtered = before[1].filtered
+    twice = {"pass_": filtered.pass_, "index": filtered.index}
     doubled = read_history([*before, changed(last, skipped=twice)])
     assert (doubled.lost, doubled.doubled) == (1, 1)
+    often = {"pass_": filtered.pass_ * 256, "index": filtered.index * 256}
+    assert read_history([*before, changed(last, skipped=often)]) == replace(doubled, skipped=256)
     open_and_ended = {"pass_": last.pending.pass_[:1], "index": last.pending.index[:1]}
     both = read_history([*before, changed(last, dropped=open_and_ended)])
     assert (both.lost, both.doubled) == (1, 1)
