@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-import anyio
-
 from runtime.engines.pool import EnginePool, Route
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
 from runtime.errors import ContractViolation, TransportError
@@ -23,16 +21,6 @@ from runtime.telemetry.events import Event
 
 MAX_CONTINUATIONS = 1000
 """Of one response; an engine that aborts more often than this makes no progress."""
-
-
-class _Sending:
-    """A request inside an engine."""
-
-    __slots__ = ("lost", "scope")
-
-    def __init__(self) -> None:
-        self.scope = anyio.CancelScope()
-        self.lost: str | None = None
 
 
 class GenerationCalls:
@@ -52,7 +40,8 @@ class GenerationCalls:
         self._slots = slots
         self._settings = settings
         self._cut = cut
-        self._sending: dict[tuple[int, str], set[_Sending]] = {}
+        self._sending: dict[tuple[int, str], dict[str, Flight]] = {}
+        """Requests inside each incarnation, by their id."""
         self._published = Signal()
         self.active = 0
         """HTTP requests under way."""
@@ -134,7 +123,7 @@ class GenerationCalls:
             n=n,
             salt=str(route.policy) if route.takes_salt else None,
         )
-        answers = await self._ask(route, request)
+        answers = await self._ask(flight, route, request)
         problem = _problem(answers, route, request)
         if problem is not None:
             raise ContractViolation(
@@ -142,41 +131,33 @@ class GenerationCalls:
             )
         return route, answers
 
-    async def _ask(self, route: Route, request: GenerateRequest) -> list[Generation]:
-        sending = _Sending()
-        under_way = self._sending.setdefault((route.slot, route.incarnation), set())
-        under_way.add(sending)
+    async def _ask(
+        self, flight: Flight, route: Route, request: GenerateRequest
+    ) -> list[Generation]:
+        sending = self._sending.setdefault((route.slot, route.incarnation), {})
+        sending[request.rid] = flight
         self._pool.enter(route, request.n)
         self.active += 1
-        answers: list[Generation] | None = None
         try:
-            with sending.scope:
-                answers = await route.client.generate(
-                    request, deadline_s=self._settings.call_deadline_s
-                )
+            return await route.client.generate(request, deadline_s=self._settings.call_deadline_s)
         finally:
             self.active -= 1
             self._pool.leave(route, request.n)
-            under_way.discard(sending)
-            if not under_way:
-                self._sending.pop((route.slot, route.incarnation), None)
-        if sending.lost is not None:
-            # An answer that came together with the verdict counts as lost too.
-            raise TransportError(
-                f"engine {route.slot} died with {request.rid} under way: {sending.lost}",
-                rid=request.rid,
-                slot=route.slot,
-                incarnation=route.incarnation,
-            )
-        assert answers is not None
-        return answers
+            del sending[request.rid]
 
     def _on_pool_event(self, event: Event, fields: Mapping[str, object]) -> None:
-        if event in (Event.ENGINE_DIED, Event.ENGINE_RETIRED):
-            key = (cast(int, fields["slot"]), str(fields["incarnation"]))
-            for sending in tuple(self._sending.get(key, ())):
-                sending.lost = str(fields["reason"])
-                sending.scope.cancel()
+        if event not in (Event.ENGINE_DIED, Event.ENGINE_RETIRED):
+            return
+        key = (cast(int, fields["slot"]), str(fields["incarnation"]))
+        for rid, flight in self._sending.pop(key, {}).items():
+            flight.fail(
+                TransportError(
+                    f"engine {key[0]} died with {rid} under way: {fields['reason']}",
+                    rid=rid,
+                    slot=key[0],
+                    incarnation=key[1],
+                )
+            )
 
 
 def _problem(answers: list[Generation], route: Route, request: GenerateRequest) -> str | None:

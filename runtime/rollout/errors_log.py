@@ -30,9 +30,9 @@ class ErrorsLog:
     Args:
         rule: the stop rule; attempts are recorded in it here, so that both count the same.
         requeued: group attempts sent back so far, from the ledger.
-        clock: monotonic for the axis, wall for the rows.
+        clock: monotonic, for the axis.
         series: takes ``errors/*`` values for the tracking sink, or None.
-        row: takes one row of ``rollout_errors.jsonl``, or None.
+        row: takes one row of ``rollout_errors.jsonl`` and stamps it with wall-clock time, or None.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ErrorsLog:
         if self._row is None:
             return
         try:
-            self._row({"time": self._clock.time(), **row})
+            self._row(row)
         except Exception as error:
             _log.warning(Event.ROWS_DROPPED, path="rollout_errors.jsonl", error=repr(error))
 

@@ -10,14 +10,11 @@ import anyio
 
 from runtime.data.samples import Group, Prompt, Sample, validate_sample
 from runtime.engines.pool import Route
-from runtime.errors import ContractViolation
+from runtime.errors import ContractViolation, GenerationTimeout, ServingError
 from runtime.policy import PolicyId
 from runtime.rollout.functions import Generate, RolloutFunction, RolloutTask
 from runtime.rollout.parts import Judge
 from runtime.rollout.settings import ProducerSettings
-
-TIMEOUT = "timeout"
-"""Reason of a flight that was cancelled because its deadline had passed: a failure of the group."""
 
 
 class Flight:
@@ -33,8 +30,8 @@ class Flight:
     """
 
     __slots__ = (
-        "admitted_s", "attempt", "calls", "is_generated", "key", "num_stale", "oldest", "order",
-        "prompt", "reason", "reserved", "route", "scope",
+        "admitted_s", "attempt", "calls", "failure", "is_generated", "key", "num_stale",
+        "oldest", "order", "prompt", "reason", "reserved", "route", "scope",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +53,9 @@ class Flight:
         self.admitted_s = admitted_s
         self.scope = anyio.CancelScope()
         self.reason: str | None = None
+        """Why we cancelled it, where that is no failure."""
+        self.failure: ServingError | None = None
+        """What it failed of, where that was not raised by its own requests."""
         self.route: Route | None = None
         self.oldest: PolicyId | None = None
         """Policy of the engine its first request went to: nothing in it can be older."""
@@ -66,9 +66,20 @@ class Flight:
 
     def cancel(self, reason: str) -> None:
         """End the attempt for a reason that is no failure of it; it is joined, then requeued."""
-        if self.reason is None:
+        if self.is_wanted:
             self.reason = reason
             self.scope.cancel()
+
+    def fail(self, error: ServingError) -> None:
+        """End the attempt as failed: its engine died, or its deadline has passed."""
+        if self.is_wanted:
+            self.failure = error
+            self.scope.cancel()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Nobody has ended it."""
+        return self.reason is None and self.failure is None
 
     def sent_to(self, route: Route) -> None:
         """A request goes out now."""
@@ -77,14 +88,22 @@ class Flight:
         if self.oldest is None or route.policy < self.oldest:
             self.oldest = route.policy
 
-    def is_overdue(self, open_s: float, settings: ProducerSettings) -> bool:
-        """Its deadline has passed, in open-gate time."""
-        return not self.is_generated and open_s - self.admitted_s > self.limit_s(settings)
+    def check_deadline(self, open_s: float, settings: ProducerSettings) -> None:
+        """Fail it if its deadline has passed, in open-gate time.
 
-    def limit_s(self, settings: ProducerSettings) -> float:
-        """The deadline in force: until the first request, or to the end of generation."""
-        running = settings.running_deadline_s if self.calls else 0.0
-        return settings.waiting_deadline_s + running
+        The limit in force covers the way to the first request, then generation to its end.
+        """
+        limit = settings.waiting_deadline_s + (settings.running_deadline_s if self.calls else 0.0)
+        if self.is_generated or open_s - self.admitted_s <= limit:
+            return
+        stage = "was not finished" if self.calls else "had sent no request"
+        self.fail(
+            GenerationTimeout(
+                f"group {self.prompt.id} {stage} after {limit:g} s with the gate open",
+                prompt=str(self.prompt.id),
+                deadline_s=limit,
+            )
+        )
 
 
 async def make_group(

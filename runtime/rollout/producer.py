@@ -13,7 +13,7 @@ awaits, so no cancellation can fall in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import anyio
@@ -26,7 +26,7 @@ from runtime.errors import ContractViolation, ServingStopped, SessionError
 from runtime.policy import PolicyId
 from runtime.rollout.calls import GenerationCalls
 from runtime.rollout.errors_log import ErrorsLog
-from runtime.rollout.flight import TIMEOUT, Flight, make_group
+from runtime.rollout.flight import Flight, make_group
 from runtime.rollout.gate import Sleep
 from runtime.rollout.occupancy import of_buffer, of_calls, of_gate, of_pool
 from runtime.rollout.parts import ProducerParts
@@ -38,6 +38,7 @@ from runtime.rollout.slots import SampleSlots
 from runtime.rollout.stock import Stock
 from runtime.rollout.stop_rule import StopRule
 from runtime.rollout.waiting import TakeWait, TakeWatch
+from runtime.rollout.watched import is_cancelled, watched
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 
@@ -55,8 +56,7 @@ class Producer:
         parts: ledger, engines, gate, function, judge.
         next_collection: id of the first collection it gives out.
         rule: the stop rule for serving errors.
-        errors: series and rows of ``errors/*``, recording in the same ``rule``; by default they are
-            only counted.
+        errors: series and rows of ``errors/*``, recording in ``rule``; by default only counted.
         clock: for deadlines and hold-off.
         sleep: waits on that clock.
     """
@@ -126,8 +126,8 @@ class Producer:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
                     self._tasks = tasks
-                    tasks.start_soon(self._guarded, self._tick_for_ever)
-                    tasks.start_soon(self._guarded, self._admit_for_ever)
+                    tasks.start_soon(watched, self._tick_for_ever, self._fail)
+                    tasks.start_soon(watched, self._admit_for_ever, self._fail)
                     task_status.started()
         finally:
             self._tasks = None
@@ -146,22 +146,11 @@ class Producer:
             await self._over.wait()
 
     def _end(self) -> None:
-        if not self._is_closing and self._fatal is None and not _is_cancelled():
+        if not self._is_closing and self._fatal is None and not is_cancelled():
             self._fatal = SessionError("the producer ended although nobody had stopped it")
         self._errors.close(self._fatal)
         self._over.set()
         self._news.notify()
-
-    async def _guarded(self, body: Callable[[], Awaitable[None]]) -> None:
-        """No task of the producer ends it silently, neither by an error nor by a stray cancel."""
-        try:
-            await body()
-        except Exception as error:
-            self._fail(error)
-        except anyio.get_cancelled_exc_class():
-            if not _is_cancelled():
-                self._fail(SessionError("a task of the producer was cancelled by nobody"))
-            raise
 
     def _fail(self, error: Exception) -> None:
         if self._fatal is None:
@@ -251,7 +240,7 @@ class Producer:
             awaited=[
                 flight.oldest.update
                 for flight in self._flights.values()
-                if flight.num_stale and flight.oldest is not None and flight.reason is None
+                if flight.num_stale and flight.oldest is not None and flight.is_wanted
             ],
             is_last=self._is_at_end,
         )
@@ -327,7 +316,7 @@ class Producer:
         self._flights[flight.key] = flight
         assert self._tasks is not None
         self._tasks.start_soon(
-            self._guarded, partial(self._fly, flight), name=f"group {flight.prompt.id}"
+            watched, partial(self._fly, flight), self._fail, name=f"group {flight.prompt.id}"
         )
         return True
 
@@ -373,8 +362,7 @@ class Producer:
             await self._sleep(TICK_S)
             open_s = self._parts.gate.open_seconds()
             for flight in self._flights.values():
-                if flight.is_overdue(open_s, self._settings):
-                    flight.cancel(TIMEOUT)
+                flight.check_deadline(open_s, self._settings)
             self._check_stop_rule()
             self._errors.tick()
             self._admission.notify()
@@ -395,7 +383,7 @@ class Producer:
     # --- Looking ----------------------------------------------------------------------------
 
     def occupancy(self) -> dict[str, float | str | None]:
-        """One row of ``pipeline_occupancy.jsonl``; see ``runtime.rollout.occupancy``."""
+        """One row of ``pipeline_occupancy.jsonl``."""
         return {
             "policy": None if self._policy is None else str(self._policy),
             "groups_in_flight": len(self._flights),
@@ -410,8 +398,3 @@ class Producer:
             **of_pool(self._parts.pool),
             **self._errors.values(),
         }
-
-
-def _is_cancelled() -> bool:
-    """The present task is being cancelled by a scope around it, and not by a stray exception."""
-    return anyio.current_effective_deadline() == -math.inf

@@ -7,11 +7,11 @@ import math
 from runtime.clock import Clock
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Group
-from runtime.errors import DataError, GenerationTimeout, ServingError
+from runtime.errors import DataError, ServingError
 from runtime.rollout.buffer import Buffer, FinishedGroup
 from runtime.rollout.errors_log import ErrorsLog, describe
 from runtime.rollout.filters import FilterRounds, GroupFilter
-from runtime.rollout.flight import TIMEOUT, Flight
+from runtime.rollout.flight import Flight
 from runtime.rollout.parts import DataBudget
 from runtime.rollout.settings import ProducerSettings
 from runtime.telemetry.events import Event
@@ -78,7 +78,7 @@ class Settlement:
         """Settle one attempt; returns the error that ends the run, if this is one.
 
         Args:
-            flight: the attempt; its ``reason`` says whether we cancelled it.
+            flight: the attempt; its ``reason`` and ``failure`` say whether we ended it.
             group: its samples with rewards, or None.
             error: what it ended with; None with ``group`` None means it was cancelled.
         """
@@ -92,8 +92,9 @@ class Settlement:
     def _settle(self, flight: Flight, group: Group | None, error: Exception | None) -> None:
         if error is not None and not isinstance(error, ServingError | DataError):
             raise error
-        if flight.reason == TIMEOUT:
-            self._failed(flight, self._overdue(flight))
+        if flight.failure is not None:
+            # Also when an answer came together with the verdict.
+            self._failed(flight, flight.failure)
         elif flight.reason is not None or (group is None and error is None):
             self._ledger.requeue(*flight.key, flight.reason or "shutdown")
         elif isinstance(error, ServingError):
@@ -124,13 +125,4 @@ class Settlement:
             attempt=flight.attempt,
             reason=error.kind,
             **describe(error),
-        )
-
-    def _overdue(self, flight: Flight) -> GenerationTimeout:
-        limit = flight.limit_s(self._settings)
-        stage = "was not finished" if flight.calls else "had sent no request"
-        return GenerationTimeout(
-            f"group {flight.prompt.id} {stage} after {limit:g} s with the gate open",
-            prompt=str(flight.prompt.id),
-            deadline_s=limit,
         )

@@ -130,21 +130,27 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def engine_with(fault):
-    engine = ScriptedEngine(fault)
+async def listening(engine, port=0):
     app = web.Application()
     app.router.add_post("/generate", engine.generate)
     # Handlers are cancelled when their client is gone, as a serving engine notices it too.
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]
     try:
-        async with HttpEngineClient(f"http://127.0.0.1:{port}") as client:
-            yield engine, client
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def engine_with(fault):
+    engine = ScriptedEngine(fault)
+    async with (
+        listening(engine) as port,
+        HttpEngineClient(f"http://127.0.0.1:{port}") as client,
+    ):
+        yield engine, client
 
 
 def prompt(prompt_id):
@@ -224,13 +230,14 @@ async def test_what_no_retry_can_mend_ends_the_run_at_once(fault):
     assert run.ledger.counts().in_flight == 0
 
 
-async def test_a_server_that_is_gone_fails_attempts_until_it_is_back():
-    async with engine_with("reset") as (_, client):
+async def test_attempts_fail_while_no_server_listens_and_succeed_once_one_does():
+    async with listening(ScriptedEngine("reset")) as port:
+        pass  # a port that was free a moment ago
+    async with HttpEngineClient(f"http://127.0.0.1:{port}") as client:
         run = live_run(client)
-        here, client._url = client._url, "http://127.0.0.1:9"  # nothing listens there
         async with run.running():
             await run.wait_until(lambda: run.errors.values()["errors/transport_groups"] >= 5)
-            client._url = here
-            taken = await run.train()
+            async with listening(ScriptedEngine("reset"), port):
+                taken = await run.train()
     assert sum(len(c.groups) for c in taken) == NUM_PROMPTS
     assert run.ledger.counts().consumed == NUM_PROMPTS

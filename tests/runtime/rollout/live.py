@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-import anyio.lowlevel
 
 from runtime.clock import SystemClock
 from runtime.data.ledger import Ledger
@@ -110,8 +109,8 @@ class LiveRun:
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         with anyio.fail_after(20):
-            while not is_so():
-                await anyio.lowlevel.checkpoint()
+            while not is_so():  # noqa: ASYNC110  # the condition has no event
+                await anyio.sleep(0.005)
 
     async def train(self, *, on_update: Callable[[int], object] | None = None) -> list[Collection]:
         taken: list[Collection] = []
