@@ -72,6 +72,11 @@ class Publisher:
         return self._published
 
     @property
+    def brings_up_one(self) -> bool:
+        """``bring_up`` works: the transport can serve a single engine from the kept snapshot."""
+        return self._transport.brings_up_one
+
+    @property
     def is_halted(self) -> bool:
         """The last publication was not decided: engines stand paused until one succeeds."""
         return self._is_halted

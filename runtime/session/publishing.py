@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -35,6 +37,15 @@ class Publishing:
     drain_deadline_s: float
     lifecycle: LifecycleLog
     _weights: anyio.Lock = field(default_factory=anyio.Lock, init=False)
+    _trainer_at: PolicyId | None = field(default=None, init=False)
+    """The published policy while the trainer holds exactly it, otherwise None."""
+
+    @asynccontextmanager
+    async def changing_weights(self) -> AsyncGenerator[None, None]:
+        """Held while the trainer makes an update: its weights are no published policy then."""
+        async with self._weights:
+            self._trainer_at = None
+            yield
 
     async def publish(self, policy: PolicyId) -> Decision:
         """Make ``policy`` the published one; safe to repeat after a failure.
@@ -59,6 +70,7 @@ class Publishing:
                 raise
             finally:
                 self.monitor.resume()
+            self._trainer_at = policy
             self.pool.serve(policy)
             self._mark(decision)
             if self.mode == "drain":
@@ -91,11 +103,23 @@ class Publishing:
             if self.publisher.is_halted:
                 return  # the publication's own retry takes this engine along
             try:
-                decision = await self.publisher.bring_up(_target(engine), published)
+                decision = await self._catch_up(_target(engine), published)
             except PublicationFailed as error:
                 _log.warning(Event.PUBLICATION_FAILED, slot=engine.slot, error=error.message)
                 return
-            self._mark(decision)
+            if decision is not None:
+                self._mark(decision)
+
+    async def _catch_up(self, target: Target, published: PolicyId) -> Decision | None:
+        """From the kept snapshot, or from a trainer that still holds the published policy.
+
+        None: the trainer is past it, so the next publication brings this engine along.
+        """
+        if self.publisher.brings_up_one:
+            return await self.publisher.bring_up(target, published)
+        if self._trainer_at != published:
+            return None
+        return await self.publisher.publish(published, [target], mode="refresh")
 
     async def _some_engines(self) -> list[LiveEngine]:
         """The living engines; waits while every one is being restarted within its budget."""

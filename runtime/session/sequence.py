@@ -137,8 +137,9 @@ class Session:
                 [group.prompt.id for group in collection.groups], update
             ),
         )
-        with parts.recorder.timing.stage(Stage.TRAIN, update=update):
-            metrics = await parts.trainer.train_step(batch)
+        async with parts.publishing.changing_weights():
+            with parts.recorder.timing.stage(Stage.TRAIN, update=update):
+                metrics = await parts.trainer.train_step(batch)
         self._update = update
         parts.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
         parts.producer.consumed(collection.groups)
