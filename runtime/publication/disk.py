@@ -15,7 +15,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from runtime.errors import EngineRefused
+from runtime.errors import EngineRefused, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Snapshot, Target, TransferOutcome
 from runtime.publication.scratch import Scratch, scratch_root, sweep
@@ -81,15 +81,14 @@ class DiskTransport:
 
     async def prepare(self, policy: PolicyId) -> Snapshot:
         """Have the trainer write the snapshot into a folder nobody reads."""
-        old = self._current.pop(policy, None)
-        if old is not None:
-            old.is_wanted = False
         folder = self._free_folder()
         try:
             written = await self._source.write_snapshot(str(folder.path))
         except BaseException:
             folder.is_wanted = False
             raise
+        # A snapshot of the same policy serves restarted engines until this one stands.
+        await self.release(policy)
         self._current[policy] = folder
         return Snapshot(
             policy=policy,
@@ -103,7 +102,9 @@ class DiskTransport:
         self, snapshot: Snapshot, targets: Sequence[Target], *, flush: bool, deadline_s: float
     ) -> list[TransferOutcome]:
         """Tell every engine to load the folder, side by side."""
-        folder = self._current[snapshot.policy]
+        folder = self._current.get(snapshot.policy)
+        if folder is None:
+            raise PublicationFailed(f"the snapshot of {snapshot.policy} was released")
         outcomes: dict[int, TransferOutcome] = {}
 
         async def load(target: Target) -> None:
