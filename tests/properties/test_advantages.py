@@ -1,13 +1,16 @@
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from runtime.trainer.advantages import group_advantages, is_equal_group, reinforce_advantages
 
+no_deadline = settings(deadline=None, max_examples=60)  # other work shares the cores
+
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
 
 
+@no_deadline
 @given(rewards)
 def test_advantages_of_a_group_cancel(values: list[float]) -> None:
     for normalize in (True, False):
@@ -16,6 +19,7 @@ def test_advantages_of_a_group_cancel(values: list[float]) -> None:
         assert abs(float(advantages.astype(np.float64).sum())) <= 1e-5 * scale * len(values)
 
 
+@no_deadline
 @given(rewards)
 def test_mixed_groups_keep_the_order_of_rewards(values: list[float]) -> None:
     advantages = group_advantages(values)
@@ -23,6 +27,7 @@ def test_mixed_groups_keep_the_order_of_rewards(values: list[float]) -> None:
     assert (np.diff(advantages[by_reward]) >= 0).all()
 
 
+@no_deadline
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
 def test_reference_in_plain_arithmetic(values: list[float]) -> None:
     assume(max(values) != min(values))
@@ -34,6 +39,7 @@ def test_reference_in_plain_arithmetic(values: list[float]) -> None:
     )
 
 
+@no_deadline
 @given(st.floats(-1e6, 1e6), st.integers(1, 40))
 def test_equal_groups_are_exactly_zero(value: float, size: int) -> None:
     # Many values whose mean does not round to themselves: a std test would leave a tiny number.
@@ -52,6 +58,7 @@ def test_the_smallest_difference_makes_a_group_mixed() -> None:
     assert group_advantages(values)[1] > 0
 
 
+@no_deadline
 @given(st.lists(st.tuples(st.floats(-1, 1), st.integers(1, 4)), min_size=2, max_size=6))
 def test_samples_of_one_rollout_count_once(spec: list[tuple[float, int]]) -> None:
     plain = group_advantages([reward for reward, _ in spec])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
@@ -14,6 +14,8 @@ from runtime.trainer import losses
 from runtime.trainer.losses import Segments
 from runtime.trainer.objective import TokenInputs, objective
 from runtime.trainer.settings import LossSettings
+
+no_deadline = settings(deadline=None, max_examples=60)  # other work shares the cores
 
 NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce")
 logprobs = st.floats(-30, 0)
@@ -140,6 +142,7 @@ def reference_loss(sequences: list[list[dict[str, float]]], c: LossSettings) -> 
     return loss
 
 
+@no_deadline
 @given(tokens(), settings_of_a_loss)
 def test_objective_equals_the_formula_on_paper(
     sequences: list[list[dict[str, float]]], settings: LossSettings
@@ -155,6 +158,7 @@ def test_objective_equals_the_formula_on_paper(
     assert result.loss.item() == pytest.approx(want, rel=1e-9, abs=1e-9)
 
 
+@no_deadline
 @given(tokens(), settings_of_a_loss, st.randoms(use_true_random=False))
 def test_any_split_of_the_batch_gives_the_same_gradient(
     sequences: list[list[dict[str, float]]], settings: LossSettings, random: object
@@ -184,6 +188,7 @@ def test_any_split_of_the_batch_gives_the_same_gradient(
         assert split == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
+@no_deadline
 @given(tokens(), settings_of_a_loss, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 def test_masked_tokens_add_nothing_whatever_they_hold(
     sequences: list[list[dict[str, float]]], settings: LossSettings, poison: float
@@ -219,6 +224,7 @@ def test_masked_tokens_add_nothing_whatever_they_hold(
     assert not poisoned[1][~segments_of(sequences).active_T].any()
 
 
+@no_deadline
 @given(st.lists(st.floats(-1e4, 0), min_size=1, max_size=8), st.sampled_from(NAMES))
 def test_the_furthest_ratio_stays_finite(values: list[float], name: str) -> None:
     now = torch.tensor(values).requires_grad_()
@@ -240,6 +246,7 @@ def test_the_furthest_ratio_stays_finite(values: list[float], name: str) -> None
     assert torch.isfinite(now.grad).all()
 
 
+@no_deadline
 @given(st.lists(st.tuples(logprobs, logprobs), min_size=1, max_size=20))
 def test_k3_and_the_engine_kl_are_never_negative(pairs: list[tuple[float, float]]) -> None:
     now = torch.tensor([a for a, _ in pairs], dtype=torch.float64)
@@ -286,6 +293,7 @@ def test_fresh_policy_has_loss_zero_and_a_gradient() -> None:
     assert now.grad.tolist() == pytest.approx([-0.7, 0.7])
 
 
+@no_deadline
 @given(st.lists(st.floats(0.01, 50), min_size=1, max_size=30))
 def test_effective_sample_share_lies_between_one_token_and_all(weights: list[float]) -> None:
     raw = torch.tensor(weights, dtype=torch.float64)
@@ -300,6 +308,7 @@ def test_effective_sample_share_is_one_for_equal_weights_only() -> None:
     assert losses.effective_sample_share(torch.tensor([1.0, 0.0, 0.0, 1.0]), active) < 0.34
 
 
+@no_deadline
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=20),
     st.sampled_from(["sample", "token", "constant"]),

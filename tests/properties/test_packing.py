@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import ContractViolation
@@ -12,6 +12,8 @@ CAPACITY = 64
 lengths = st.lists(
     st.tuples(st.integers(1, 24), st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=40
 )
+
+no_deadline = settings(deadline=None, max_examples=60)  # other work shares the cores
 """(prompt, response, group); prompts of one group are made equal below."""
 
 
@@ -23,6 +25,7 @@ def described(spec: list[tuple[int, int, int]]) -> list[tuple[int, int, int, obj
     ]
 
 
+@no_deadline
 @given(lengths, st.booleans(), st.integers(1, 5), st.sampled_from(["tokens", "flops"]))
 def test_every_sequence_is_packed_once_and_fits(
     spec: list[tuple[int, int, int]], share: bool, ranks: int, balance: str
@@ -46,6 +49,7 @@ def test_every_sequence_is_packed_once_and_fits(
     assert idle == 0 or max(sizes) == 1, "a rank idles although a bin could be split"
 
 
+@no_deadline
 @given(lengths, st.booleans())
 def test_units_share_a_prompt_only_within_its_key(
     spec: list[tuple[int, int, int]], share: bool
@@ -58,6 +62,7 @@ def test_units_share_a_prompt_only_within_its_key(
         assert share or len(unit.members) == 1
 
 
+@no_deadline
 @given(lengths)
 def test_first_fit_decreasing_opens_no_bin_in_vain(spec: list[tuple[int, int, int]]) -> None:
     units = packing.make_units(described(spec), capacity=CAPACITY, share_prompts=False)
@@ -69,6 +74,7 @@ def test_first_fit_decreasing_opens_no_bin_in_vain(spec: list[tuple[int, int, in
         assert fill[0] + fill[1] > CAPACITY, "two bins would have been one"
 
 
+@no_deadline
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=24), st.integers(1, 6), st.booleans())
 def test_partition_keeps_every_item_once(costs: list[float], parts: int, equal: bool) -> None:
     if equal:
@@ -99,6 +105,7 @@ def test_a_sequence_larger_than_a_bin_is_refused_with_the_numbers() -> None:
         packing.make_units([(0, 40, 30, "a")], capacity=64, share_prompts=True)
 
 
+@no_deadline
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 6))
 def test_siblings_stay_in_one_optimizer_step(groups: list[int], num_steps: int) -> None:
     steps = packing.split_into_steps(groups, num_steps)
