@@ -106,12 +106,11 @@ class Guard:
         try:
             lease.acquire(records, self._here)
         except (OwnedError, Interrupted) as error:
-            self._journal.append(Event.LEASE_REFUSED, message=error.message)
+            # Said in our own log alone: who does not own the run writes nothing of it.
             return self._say(error.message, EXIT_NOT_OWNER)
         try:
             return self._own(lease)
         except FencedError as error:
-            self._journal.append(Event.EPOCH_FENCED, message=error.message)
             return self._say(error.message, EXIT_NOT_OWNER)
         finally:
             lease.release()
