@@ -34,12 +34,17 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
 
 
 def checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Checksum of each named tensor, in the order given."""
-    return {name: tensor_checksum(tensor) for name, tensor in named}
+    """Checksum of each named tensor, in the order given; by threads when they are large."""
+    tensors = list(named)
+    total_bytes = sum(tensor.nbytes for _, tensor in tensors)
+    with Checksums(total_bytes, total_bytes) as sums:
+        for name, tensor in tensors:
+            sums.add(name, tensor)
+        return sums.result()
 
 
 class Checksums:
-    """Checksums of a stream of host tensors, by threads beside the stream where that is worth it.
+    """Checksums of a stream of tensors, by threads beside the stream where that is worth it.
 
     At most ``ahead_bytes`` of tensors wait for their checksum, so that a stream stays a stream.
 
@@ -72,7 +77,7 @@ class Checksums:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; its elements must not change before ``result``."""
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         self.num_bytes += size
         if self._pool is None:
             self._sums[name] = tensor_checksum(tensor)
