@@ -77,8 +77,8 @@ MODULE = textwrap.dedent(
             child = subprocess.Popen(["sleep", "3600"])
             with open(metadata["calls"] + ".child", "a") as file: file.write(f"{child.pid}\\n")
             time.sleep(3600)
-        if response == "once":
-            flag = metadata["calls"] + ".flag"
+        if response.startswith("once"):
+            flag = metadata["calls"] + "." + response
             if not os.path.exists(flag):
                 open(flag, "w").close()
                 os._exit(1)
@@ -235,10 +235,10 @@ async def test_children_of_a_verifier_die_with_it(module, calls):
 
 async def test_a_failure_that_does_not_come_again_costs_nothing(module, calls):
     async with pool(module, "misbehave") as verifiers:
-        texts = ["a", "once", "b"]
-        assert await verifiers.judge(calls.prompt("misbehave"), texts) == [1, 1, 1]
-        assert calls.responses == ["a", "once", "once", "b"]
-        assert verifiers.counts.crashes == 1
+        texts = ["a", "once", "b", "once more"]
+        assert await verifiers.judge(calls.prompt("misbehave"), texts) == [1, 1, 1, 1]
+        assert calls.responses == ["a", "once", "once", "b", "once more", "once more"]
+        assert verifiers.counts.crashes == 2
 
 
 async def test_a_batch_with_the_wrong_number_of_verdicts_is_a_bad_verdict(module, calls):
