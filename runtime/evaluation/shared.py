@@ -22,6 +22,7 @@ from runtime.engines.protocol import GenerateRequest, Generation
 from runtime.errors import (
     DataError,
     EvaluationFailed,
+    RunError,
     ServingError,
     TransportError,
     UnavailableError,
@@ -91,9 +92,10 @@ class SharedRunner:
             EvaluationFailed: if items failed after their retries, more are missing than the budget
                 allows, or the deadline passed.
             DiskFull: if an item could not be written.
+            ContractViolation: if an engine answered outside its contract.
         """
         failures: Counter[str] = Counter()
-        todo = log.remaining(frozen.indices)
+        todo = self._todo(frozen, log)
         try:
             with anyio.fail_after(self.limits.deadline_s):
                 async with self.gate.evaluation(
@@ -123,17 +125,24 @@ class SharedRunner:
         admission: EvaluationAdmission,
         failures: Counter[str],
     ) -> None:
-        async def one(index: int) -> None:
+        broken: list[RunError] = []
+
+        async def one(index: int, scope: anyio.CancelScope) -> None:
             try:
                 log.append(await self._item(frozen, policy, index, admission))
             except ServingError as error:
                 failures[type(error).__name__] += 1
+            except RunError as error:
+                broken.append(error)
+                scope.cancel()
 
         # In slices, so that a set of any size holds a bounded number of tasks.
         for start in range(0, len(todo), 4 * MAX_CALLS):
             async with anyio.create_task_group() as tasks:
                 for index in todo[start : start + 4 * MAX_CALLS]:
-                    tasks.start_soon(one, index)
+                    tasks.start_soon(one, index, tasks.cancel_scope)
+            if broken:
+                raise broken[0]
 
     async def _item(
         self, frozen: FrozenSet, policy: PolicyId, index: int, admission: EvaluationAdmission
@@ -224,13 +233,21 @@ class SharedRunner:
             time=self.clock.time(),
         )
 
+    def _todo(self, frozen: FrozenSet, log: ItemLog) -> list[int]:
+        """What has no item yet; and what is missing, where that is what failed the last try."""
+        missing = _missing(log)
+        if len(missing) <= self._allowed(frozen):
+            return log.remaining(frozen.indices)
+        return sorted({*log.remaining(frozen.indices), *missing})
+
     def _require_all(self, frozen: FrozenSet, log: ItemLog, failures: Counter[str]) -> None:
-        items = log.read()
-        missing = sum(item.state == "missing" for item in items.values())
         if failures:
             raise self._failed(frozen, log, failures, "items failed after their retries")
-        if missing > math.floor(self.limits.skip_share * len(frozen.indices) + 1e-9):
+        if (missing := len(_missing(log))) > self._allowed(frozen):
             raise self._failed(frozen, log, failures, f"{missing} items could not be judged")
+
+    def _allowed(self, frozen: FrozenSet) -> int:
+        return math.floor(self.limits.skip_share * len(frozen.indices) + 1e-9)
 
     def _failed(
         self, frozen: FrozenSet, log: ItemLog, failures: Mapping[str, int], why: str
@@ -246,6 +263,10 @@ class SharedRunner:
             untried=untried,
             **dict(failures),
         )
+
+
+def _missing(log: ItemLog) -> list[int]:
+    return [index for index, item in log.read().items() if item.state == "missing"]
 
 
 def _seeds(asked: EvaluationSet, index: int) -> list[tuple[int | None, int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from runtime.errors import RetryBy
 from runtime.rundir.attempt import Outcome
 from runtime.rundir.failure import Failure, choose_cause
 from runtime.session import cluster, deadman
@@ -121,9 +122,16 @@ def _outcome(context: Context, view: SessionView, end: End) -> Outcome:
 
 
 def _failure(error: Exception, view: SessionView, context: Context) -> Failure:
-    """The cause among everything that was raised together."""
+    """The cause among everything that was raised together, for whoever can still retry it.
+
+    What the session itself, or its producer, retries has got past them when it arrives here: the
+    next epoch may try, and the same failure twice without a commit ends that.
+    """
     now = context.clock.time()
-    return choose_cause([Failure.of(e, step=view.step, time=now) for e in _leaves(error)])
+    cause = choose_cause([Failure.of(e, step=view.step, time=now) for e in _leaves(error)])
+    if cause.retry in (RetryBy.GROUP, RetryBy.SESSION):
+        return cause.model_copy(update={"retry": RetryBy.TASK})
+    return cause
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

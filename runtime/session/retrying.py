@@ -1,9 +1,8 @@
 """How a step of the session is tried again, held, and let go.
 
 A failure the session can mend (``RetryBy.SESSION``) is retried with doubling pauses; then the step
-is *held*: everything stays in memory and the workflow view shows the failure's id. A
-``control/retry-<id>``
-file starts one more try. Held for longer than ``detach_grace`` the run is parked.
+is *held*: everything stays in memory and the workflow view shows the failure's id. A file
+``control/retry-<id>`` starts one more try. Held for longer than ``detach_grace`` the run is parked.
 """
 
 from __future__ import annotations
@@ -66,6 +65,8 @@ class StepRetries:
     view: HoldView
     clock: Clock
     poll_s: float = 0.5
+    sleep: Callable[[float], Awaitable[None]] = anyio.sleep
+    """Waits on ``clock``."""
 
     async def run(self, step: str, action: Callable[[], Awaitable[T]]) -> T:
         """Do ``action``; retry and hold as above.
@@ -109,7 +110,7 @@ class StepRetries:
         deadline = self.clock.monotonic() + seconds
         while (left := deadline - self.clock.monotonic()) > 0:
             self._leave_if_asked(failure)
-            await anyio.sleep(min(self.poll_s, left))
+            await self.sleep(min(self.poll_s, left))
 
     async def _hold(self, failure: Failure) -> None:
         since = self.clock.monotonic()
@@ -117,7 +118,7 @@ class StepRetries:
             self._leave_if_asked(failure)
             if self.clock.monotonic() - since > self.detach_grace_s:
                 raise StepEnded(End(by=EndedBy.PARKED), failure)
-            await anyio.sleep(self.poll_s)
+            await self.sleep(self.poll_s)
 
     def _leave_if_asked(self, failure: Failure) -> None:
         end = self.signals.end_requested()
