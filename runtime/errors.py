@@ -7,13 +7,14 @@ RunError                      base: retry, next_check, detail
 │  ├─ VerifierTimeout         GROUP    a verifier ran past its time limit
 │  └─ BadVerdict              GROUP    a verifier returned something that is no finite number
 ├─ DataBudgetExceeded         NOBODY   more data failures than reward.skip_budget
+├─ FilterStarved              NOBODY   filters let too little through
 ├─ ServingError               GROUP    a generation request failed and may be asked again
 │  ├─ TransportError          GROUP    connection lost, refused or reset
 │  ├─ OverloadError           GROUP    the engine refused: queue full, evicted, 429
 │  ├─ UnavailableError        GROUP    no healthy engine at the moment
 │  └─ GenerationTimeout       GROUP    a typed waiting, running or request deadline passed
-├─ ServingStopped             NOBODY   the stop rule: half of all group attempts failed for 5 minutes
-├─ EngineError                SESSION
+├─ ServingStopped             NOBODY   the stop rule: half of all group attempts failed for 5
+minutes ├─ EngineError                SESSION
 │  ├─ EngineDead              SESSION  the server or its actor is gone
 │  ├─ EngineRefused           SESSION  a control call was answered with an error
 │  └─ PublicationFailed       SESSION  no engine was verified at the new policy
@@ -31,7 +32,7 @@ RunError                      base: retry, next_check, detail
 ├─ FencedError                NOBODY   a newer owner exists
 ├─ OwnedError                 NOBODY   another process owns this run now
 ├─ WaitTimeout                SESSION  a deadline passed; says what was waited for
-├─ UnavailableFeature        NOBODY   "not available yet: …"
+├─ UnavailableFeature         NOBODY   "not available yet: …"
 └─ ContractViolation          NOBODY   the state cannot be trusted
 """
 
@@ -114,6 +115,15 @@ class DataBudgetExceeded(RunError):
     """More groups failed their verifier than reward.skip_budget allows."""
 
     next_check = "the example named here; the verifier; reward.skip_budget"
+
+
+class FilterStarved(RunError):
+    """Filters rejected more than rollout.filter_max_rounds allows for one collection."""
+
+    next_check = (
+        "the counts named here: rewards that are all equal mean a task too hard, too easy, or a "
+        "verifier that does not read the responses; then rollout.filter"
+    )
 
 
 class ServingError(RunError):

@@ -1,4 +1,4 @@
-"""What an engine is to the rest of the system: an HTTP address that speaks one contract, and an owner.
+"""What an engine is to the rest: an HTTP address that speaks one contract, and an owner.
 
 The wire contract is SGLang's; docs/engine-contract.md records it and the differences between
 implementations. The client is one class for all engines; the owner differs.
@@ -29,7 +29,7 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
-    """Same seed, same prompt, same policy → same tokens, where the engine can; None: its own RNG."""
+    """Same seed, prompt and policy: same tokens, where the engine can. None: its own RNG."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +112,9 @@ class TensorSpec:
 class EngineClient(Protocol):
     """One engine over HTTP. All methods are coroutines; every one has its own deadline.
 
-    Errors: TransportError, OverloadError, GenerationTimeout (retried by GROUP) where the answer says
-    so; EngineRefused for a refused control call; ContractViolation for an answer outside the contract
-    (a bare 503 or an unknown body among them).
+    Errors: TransportError, OverloadError, GenerationTimeout (retried by GROUP) where the answer
+    says so; EngineRefused for a refused control call; ContractViolation for an answer outside the
+    contract (a bare 503 or an unknown body among them).
     """
 
     @property
@@ -191,7 +191,7 @@ class EngineClient(Protocol):
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """Checksum of every weight the engine holds, by HF name (``runtime.publication.checksum``)."""
+        """Checksum of every weight it holds, by HF name (``runtime.publication.checksum``)."""
         ...
 
     async def close(self) -> None:

@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from runtime.data.samples import Group
-from runtime.errors import RunError
-
-
-class FilterStarved(RunError):
-    """Filters rejected more than rollout.filter_max_rounds allows for one collection."""
-
-    next_check = (
-        "the counts named here: rewards that are all equal mean a task too hard, too easy, or a "
-        "verifier that does not read the responses; then rollout.filter"
-    )
+from runtime.errors import FilterStarved
 
 
 class GroupFilter(Protocol):

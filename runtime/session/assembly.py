@@ -21,6 +21,7 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
@@ -34,6 +35,7 @@ from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
+from runtime.session.probing import AgreementProbe
 from runtime.session.publishing import Publishing
 from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
@@ -44,6 +46,7 @@ from runtime.session.serving import (
     make_producer,
     make_verifiers,
     open_stores,
+    sampling_settings,
 )
 from runtime.session.signals import Signals
 from runtime.session.view import SessionView
@@ -76,13 +79,10 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         ConfigError: if the run, its model or its data cannot be used, or differ from the commit's.
         SessionError: if a process did not come up; a new epoch may.
     """
-    context, timing = ground.context, ground.recorder.timing
+    context = ground.context
     local_ray = LocalRay(ground.scratch)
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.to_thread.run_sync, local_ray.start)
-            with timing.stage(Stage.PREPARE):
-                prepared = await prepare(context.attempt)
+        prepared = await _prepare_beside(ground, local_ray)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
         engines = make_engines(context, prepared, ground.recorder)
         try:
@@ -99,6 +99,16 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(local_ray.stop)
+
+
+async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> Prepared:
+    """Prepare in a process of its own while Ray starts."""
+    made: list[Prepared] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, local_ray.start)
+        with ground.recorder.timing.stage(Stage.PREPARE):
+            made.append(await prepare(ground.context.attempt))
+    return made[0]
 
 
 async def _start_processes(
@@ -176,7 +186,11 @@ async def _session(
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
 
-    transport = DiskTransport(trainer)
+    transport = (
+        DiskTransport(trainer)
+        if context.plan.publication_transport == "disk"
+        else BroadcastTransport(trainer)
+    )
     publishing = Publishing(
         publisher=Publisher(
             transport=transport,
@@ -222,6 +236,15 @@ async def _session(
                 clock=context.clock,
             ),
             evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            probe=AgreementProbe(
+                pool=engines.pool,
+                trainer=trainer,
+                prompt=stores[""].prompt,
+                num_prompts=len(stores[""]),
+                sampling=sampling_settings(spec),
+                limit=spec.core.mean_logprob_gap(spec.model.dtype),
+                deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
+            ),
             exporter=SessionExporter(
                 context=context, prepared=prepared, trainer=trainer, lifecycle=recorder.lifecycle
             ),
@@ -258,9 +281,9 @@ async def _session(
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:
     core = context.spec.core
     groups = context.spec.rollout.groups_per_collection
-    by_data = -(-order.total // groups) * core.updates_per_collection
     return EndRules(
-        max_updates=context.plan.schedule.updates or by_data,
+        max_updates=context.plan.schedule.updates,
+        data_updates=-(-order.total // groups) * core.updates_per_collection,
         max_run_seconds=core.max_run_seconds,
         debug_exit_after=core.debug_exit_after,
         first_update=update,

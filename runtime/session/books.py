@@ -70,6 +70,15 @@ class Books:
             loss=values.get("loss"),
         )
 
+    def probed(self, update: int, figures: Mapping[str, float] | None) -> None:
+        """Agreement was probed at a published policy; None: no engine answered."""
+        self.recorder.contracts.write(
+            "policy_agreement",
+            update=update,
+            holds=None if figures is None else True,
+            values={"probe": True, **(figures or {"gap_mean": None})},
+        )
+
     def published(self, update: int, decision: Decision) -> None:
         """A policy was published."""
         self.recorder.metrics.log(

@@ -54,11 +54,22 @@ class End:
 class EndRules:
     """Bounds of this attempt, from the run file."""
 
-    max_updates: int
+    max_updates: int | None
+    """Target of the run, a boundary; None where the data's end decides."""
+    data_updates: int
+    """Update that the last collection of the last pass makes, if no group is filtered."""
     max_run_seconds: float | None
     debug_exit_after: int | None
     first_update: int
     """The update this attempt resumed from."""
+
+    def reached(self, update: int) -> End | None:
+        """The end that the run itself has reached: nothing is left to train, whatever is asked."""
+        if self.max_updates is not None and update >= self.max_updates:
+            return End(by=EndedBy.MAX_UPDATES)
+        if update >= self.data_updates:
+            return End(by=EndedBy.DATA)
+        return None
 
     def after(self, update: int, *, age_s: float) -> End | None:
         """Judge a boundary.
@@ -71,8 +82,8 @@ class EndRules:
             The end that is due, or None. Reaching the target wins over a debug exit at the same
             update.
         """
-        if update >= self.max_updates:
-            return End(by=EndedBy.MAX_UPDATES)
+        if (reached := self.reached(update)) is not None:
+            return reached
         if self.max_run_seconds is not None and age_s >= self.max_run_seconds:
             return End(by=EndedBy.WALL_CLOCK)
         if (

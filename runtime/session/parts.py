@@ -13,6 +13,7 @@ from runtime.rollout.producer import Producer
 from runtime.session.books import Books
 from runtime.session.context import Context
 from runtime.session.preparing import Prepared
+from runtime.session.probing import AgreementProbe
 from runtime.session.publishing import Publishing
 from runtime.session.retrying import StepRetries
 from runtime.session.signals import Signals
@@ -51,6 +52,7 @@ class Parts:
     publishing: Publishing
     commits: Committer
     evaluator: Evaluator
+    probe: AgreementProbe
     exporter: Exporter
     steps: StepRetries
     signals: Signals

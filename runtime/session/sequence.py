@@ -15,10 +15,11 @@ import anyio
 from configs.schedule import commit_due, evaluation_due
 from runtime.data.collections import to_sequences
 from runtime.data.samples import Collection
-from runtime.errors import StoreError
+from runtime.errors import EngineRefused, ServingError, StoreError
 from runtime.policy import PolicyId
 from runtime.session.ends import End, EndedBy, EndRules
 from runtime.session.parts import Parts
+from runtime.session.probing import EVERY as PROBE_EVERY
 from runtime.session.retrying import StepEnded
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
@@ -41,6 +42,7 @@ class Session:
         """Update of the newest commit that stands or is being written."""
         self._asked: End | None = None
         self._waiting: anyio.CancelScope | None = None
+        self._publications = 0
 
     @property
     def policy(self) -> PolicyId:
@@ -78,6 +80,7 @@ class Session:
         parts = self._parts
         parts.view.doing("rendezvous")
         await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
+        await self._probe()
         if not parts.restored:
             await parts.steps.run("checkpoint/0", self._commit_initial)
         self._staged = self._update
@@ -96,7 +99,12 @@ class Session:
 
     async def _train(self) -> End:
         while True:
-            end = self._asked or self._rules.after(self._update, age_s=self._parts.context.age_s)
+            # A run that has reached its end is over, whoever asked it to stop at that boundary.
+            end = (
+                self._rules.reached(self._update)
+                or self._asked
+                or self._rules.after(self._update, age_s=self._parts.context.age_s)
+            )
             if end is not None:
                 return end
             collection = await self._collect()
@@ -178,6 +186,20 @@ class Session:
             )
         parts.producer.published(self.policy)
         parts.books.published(self._update, decision)
+        self._publications += 1
+        if self._publications % PROBE_EVERY == 0:
+            await self._probe()
+
+    async def _probe(self) -> None:
+        """Measure policy agreement at the policy just published; a violation ends the run."""
+        parts = self._parts
+        figures: dict[str, float] | None = None
+        try:
+            figures = await parts.probe.measure(self.policy)
+        except (ServingError, EngineRefused) as error:
+            # An engine that dies just now is the monitor's; the contract says "not measured".
+            _log.warning(Event.REQUEST_FAILED, error=error.message, probe=str(self.policy))
+        parts.books.probed(self._update, figures)
 
     async def _evaluate(self) -> None:
         """Run every set on the shared engines; its commit was staged at this boundary."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
+from configs.run import RunSpec
 from runtime.data.decoder import load_decoder
 from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
+from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
@@ -23,6 +25,7 @@ from runtime.evaluation.evaluator import Evaluator
 from runtime.evaluation.sets import EvaluationSet
 from runtime.evaluation.shared import EvaluationLimits, FrozenSet, SharedRunner
 from runtime.rewards.budget import SkipBudget
+from runtime.rewards.shaping import overlong_penalty
 from runtime.rewards.verifiers import VerifierSpec
 from runtime.rewards.workers import VerifierPool
 from runtime.rollout.errors_log import ErrorsLog
@@ -137,6 +140,34 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     return stores
 
 
+def sampling_settings(spec: RunSpec) -> SamplingSettings:
+    """How training responses are sampled."""
+    rollout = spec.rollout
+    return SamplingSettings(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_response_tokens,
+        stop=tuple(rollout.stop),
+    )
+
+
+def _overlong(spec: RunSpec) -> Callable[[Sample], float] | None:
+    reward = spec.reward
+    if not reward.overlong_buffer_tokens:
+        return None
+
+    def shape(sample: Sample) -> float:
+        return overlong_penalty(
+            len(sample.token_ids),
+            max_tokens=spec.rollout.max_response_tokens,
+            buffer_tokens=reward.overlong_buffer_tokens,
+            penalty=reward.overlong_penalty,
+        )
+
+    return shape
+
+
 def make_producer(
     context: Context,
     engines: Engines,
@@ -158,13 +189,7 @@ def make_producer(
         vocab_size=vocab_size,
         groups_per_collection=rollout.groups_per_collection,
         samples_per_prompt=rollout.samples_per_prompt,
-        sampling=SamplingSettings(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_new_tokens=rollout.max_response_tokens,
-            stop=tuple(rollout.stop),
-        ),
+        sampling=sampling_settings(spec),
         max_concurrent_samples=context.plan.concurrency,
         updates_per_collection=spec.core.updates_per_collection,
         max_staleness=spec.async_.max_staleness,
@@ -197,6 +222,7 @@ def make_producer(
             len(stores[""]) * spec.data.epochs,
             num_skipped=counts.skipped,
         ),
+        shape=_overlong(spec),
         accept=equal_rewards if rollout.filter == "equal_rewards" else None,
     )
     return Producer(

@@ -26,6 +26,8 @@ from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMet
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
+    from runtime.publication.groups import GroupPlan
+    from runtime.publication.sender import Description
     from runtime.publication.snapshot import WrittenSnapshot
     from runtime.trainer.rank import RankInfo
 
@@ -143,6 +145,28 @@ class TrainerGroup:
     async def write_snapshot(self, folder: str) -> WrittenSnapshot:
         """See TrainerHandle."""
         return (await self._step("write_snapshot", folder))[0]
+
+    # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
+
+    async def describe(self) -> Description:
+        """Specs by bucket and checksums of the current weights."""
+        return (await self._step("describe"))[0]
+
+    async def free_port(self, host: str) -> int:
+        """A free port where rank 0 runs."""
+        return (await self._all([self._actors[0].free_port.remote(host)], "free_port"))[0]
+
+    async def open_group(self, plan: GroupPlan, timeout_s: float) -> None:
+        """Join as rank 0; returns when all have joined."""
+        await self._step("open_group", plan, timeout_s)
+
+    async def send_bucket(self, index: int) -> None:
+        """Broadcast one bucket; returns when it is sent."""
+        await self._step("send_bucket", index)
+
+    async def abort(self) -> None:
+        """Leave the group; may be called while ``send_bucket`` runs, which then fails."""
+        await self._all([actor.abort_broadcast.remote() for actor in self._actors], "abort")
 
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""
@@ -322,7 +346,7 @@ def _make_actor(
         **({"GLOO_SOCKET_IFNAME": "lo"} if placement.host == LOOPBACK else {}),
         **(placement.env or {}),
     }
-    groups = {"step": 1, "write": 1, "watch": 1}
+    groups = {"step": 1, "write": 1, "watch": 1, "aside": 1}
     decorate: Any = ray.remote  # its overloads know no options for classes
     actor_class = decorate(concurrency_groups=groups)(_RankActor).options(
         num_cpus=0,
@@ -335,7 +359,7 @@ def _make_actor(
 
 
 class _RankActor:
-    """A RankServer in an actor: one thread for steps, one for writing, one that only waits."""
+    """A RankServer in an actor: a thread for steps, one for writing, one that waits, one aside."""
 
     def __init__(
         self,
@@ -366,6 +390,14 @@ class _RankActor:
     @ray.method(concurrency_group="write")
     def write_staged(self, operation: Any, token: str, folder: str) -> list[str]:
         return self._server.write_staged(operation, token, folder)
+
+    @ray.method(concurrency_group="aside")
+    def free_port(self, host: str) -> int:
+        return self._server.free_port(host)
+
+    @ray.method(concurrency_group="aside")
+    def abort_broadcast(self) -> None:
+        self._server.abort_broadcast()
 
     @ray.method(concurrency_group="watch")
     def stay(self) -> None:

@@ -47,7 +47,7 @@ class TrainBatch:
     """One collection, whole; every rank gets all of it and takes its own bins by the same rule."""
 
     update: int
-    """The update this batch makes (trainer's update before it, plus one)."""
+    """Last update this batch makes: the trainer's before it plus ``updates_per_collection``."""
     sequences: tuple[Sequence, ...]
     consumed_digest: str
     """Running digest of (update, group id) after this batch, as the ledger has it."""
@@ -94,7 +94,7 @@ class TrainerBackend(Protocol):
         ...
 
     def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """One collection: one or more optimizer steps of one update."""
+        """One collection: ``updates_per_collection`` updates, an optimizer step each."""
         ...
 
     def weight_specs(self) -> list[TensorSpec]:

@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from runtime.errors import FencedError
+from runtime.errors import FencedError, PublicationFailed
+from runtime.publication.sender import BroadcastSender
 from runtime.publication.snapshot import WrittenSnapshot, join_export, write_snapshot
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 
 T = TypeVar("T")
+_SENDING = frozenset({"describe", "open_group", "send_bucket"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class RankServer:
         self._epoch = epoch
         self._ranks = Ranks(rank, size)
         self.backend = TorchTrainer(settings, self._ranks)
+        self._sender = BroadcastSender(self.backend, rank=rank)
         self._steps = _Lane()
         self._writes = _Lane()
         self._stopped = threading.Event()
@@ -107,7 +110,28 @@ class RankServer:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "write_snapshot":
             return self._write_snapshot(*args)
+        if method in _SENDING:
+            return self._send(method, *args)
         return getattr(self.backend, method)(*args, **kwargs)
+
+    def _send(self, method: str, *args: Any) -> Any:
+        """A call of the broadcast sender; a broken collective is the publication's, not the rank's.
+
+        Raises:
+            PublicationFailed: if the group could not be made, or a peer left it.
+        """
+        try:
+            return getattr(self._sender, method)(*args)
+        except (RuntimeError, OSError) as exc:
+            raise PublicationFailed(f"trainer rank {self._ranks.rank}, {method}: {exc}") from exc
+
+    def free_port(self, host: str) -> int:
+        """A free port where this rank runs."""
+        return self._sender.free_port(host)
+
+    def abort_broadcast(self) -> None:
+        """Leave the broadcast group, also while a bucket is being sent."""
+        self._sender.abort()
 
     def _write_snapshot(self, folder: str) -> WrittenSnapshot | None:
         """Rank 0 writes the weights, the others take part; None from those."""

@@ -120,12 +120,12 @@ class TorchTrainer:
         return np.split(flat, offset_S[1:-1])
 
     def train_step(self, batch: TrainBatch) -> TrainMetrics:
-        """Make update ``batch.update`` from one collection.
+        """Make the updates up to ``batch.update`` from one collection.
 
         Raises:
             ContractViolation: if ``batch.update`` is not the next one, or as ``Update.run`` says.
         """
-        if batch.update != self.update + 1:
+        if batch.update != self.update + self.settings.updates_per_collection:
             raise ContractViolation(
                 f"the trainer stands at update {self.update}; a batch for {batch.update} came",
                 update=self.update,

@@ -1,4 +1,4 @@
-"""One update: a collection in, new weights out. The story is in ``Update.run``."""
+"""A collection in, new weights out, in one or more updates. The story is in ``Update.run``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ class Update:
         self._loss = machinery.settings.loss
         self._ranks = machinery.weights.ranks
         self._batch = batch
+        self._before = batch.update - machinery.settings.updates_per_collection
+        """The trainer's update when the collection came."""
         self._flat = flatten(batch.sequences)
         self.skipped_total = skipped_before
         self._skipped_before = skipped_before
@@ -81,7 +83,7 @@ class Update:
             with self._timed("scoring"):
                 self._score_ahead(num_steps=len(steps))
             for number, chosen in enumerate(steps):
-                self._one_step(chosen, is_first=number == 0)
+                self._one_step(chosen, self._before + number + 1, is_first=number == 0)
         finally:
             self._m.weights.drop_gradients()
         self._report(before, num_steps=len(steps))
@@ -101,8 +103,8 @@ class Update:
         if self._m.reference is not None:
             self._reference_R = score(self._m.reference, packer, sequences, offset_S)
 
-    def _one_step(self, chosen: list[int], *, is_first: bool) -> None:
-        policy_norm = self._policy_norm_alone(chosen)
+    def _one_step(self, chosen: list[int], update: int, *, is_first: bool) -> None:
+        policy_norm = self._policy_norm_alone(chosen, update)
         with self._timed("forward_backward"):
             record = is_first and not self._is_scored_ahead
             for name, value in self.accumulate(chosen, record=record).items():
@@ -114,8 +116,8 @@ class Update:
             if not self._loss.has_other_terms:
                 policy_norm = norm
             if not self._expects_policy_gradient(chosen) and math.isfinite(policy_norm or 0.0):
-                contracts.require_no_policy_gradient(policy_norm, update=self._batch.update)
-            if self._m.optimizer.step(self._batch.update, norm):
+                contracts.require_no_policy_gradient(policy_norm, update=update)
+            if self._m.optimizer.step(update, norm):
                 self._norms["total_grad_norm"].append(norm)
                 if policy_norm is not None:
                     self._norms["policy_grad_norm"].append(policy_norm)
@@ -124,12 +126,12 @@ class Update:
             contracts.require_finite_steps(
                 self.skipped_total,
                 limit=self._m.settings.max_skipped_steps,
-                update=self._batch.update,
+                update=update,
             )
 
-    def _policy_norm_alone(self, chosen: list[int]) -> float | None:
+    def _policy_norm_alone(self, chosen: list[int], update: int) -> float | None:
         """A backward pass of its own with the other terms at 0; None where it is not due."""
-        due = (self._batch.update - 1) % self._m.settings.policy_grad_norm_every == 0
+        due = (update - 1) % self._m.settings.policy_grad_norm_every == 0
         if not self._loss.has_other_terms or not due:
             return None
         with self._timed("diagnostics"):
@@ -223,7 +225,7 @@ class Update:
             self._flat,
             self._train_R.numpy(),
             self._measured_R,
-            current_update=self._batch.update - 1,
+            current_update=self._before,
         )
         self._values.update(figures)
         contracts.require_agreement(

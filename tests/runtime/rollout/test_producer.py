@@ -8,6 +8,7 @@ from runtime.errors import (
     ConfigError,
     ContractViolation,
     DataBudgetExceeded,
+    FilterStarved,
     OverloadError,
     ServingStopped,
     SessionError,
@@ -15,7 +16,7 @@ from runtime.errors import (
     VerifierCrashed,
     WaitTimeout,
 )
-from runtime.rollout.filters import FilterStarved, equal_rewards
+from runtime.rollout.filters import equal_rewards
 
 pytestmark = pytest.mark.anyio
 

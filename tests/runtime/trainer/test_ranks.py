@@ -37,24 +37,26 @@ class Found:
     restored: dict[str, object] | None
 
 
-def batch(update: int) -> TrainBatch:
+def batch(collection: int) -> TrainBatch:
     # The third collection has fewer sequences than there are ranks.
-    groups, samples = (1, 1) if update == 3 else (4, 3)
-    sequences = make_sequences(update, groups=groups, samples=samples)
-    return TrainBatch(update=update, sequences=sequences, consumed_digest=f"digest-{update}")
+    groups, samples = (1, 1) if collection == 3 else (4, 3)
+    sequences = make_sequences(collection, groups=groups, samples=samples)
+    return TrainBatch(
+        update=2 * collection, sequences=sequences, consumed_digest=f"digest-{collection}"
+    )
 
 
 def run(ranks: Ranks, model: Path, *, save: Path | None = None, start: Path | None = None) -> Found:
-    """Updates 1 to 4, or 3 and 4 from a state; saved after the second."""
+    """Collections 1 to 4, or 3 and 4 from a state; saved after the second."""
     one = TorchTrainer(SETTINGS, ranks)
     one.load(str(model))
     restored = None if start is None else one.restore(str(start))
     values: list[dict[str, float]] = []
-    for update in range(one.update + 1, 5):
-        if update == 3 and save is not None:
+    for collection in range(one.update // 2 + 1, 5):
+        if collection == 3 and save is not None:
             save.mkdir(exist_ok=True)
             one.write_staged(one.stage().token, str(save))
-        values.append(one.train_step(batch(update)).values)
+        values.append(one.train_step(batch(collection)).values)
     return Found(
         values=values,
         scores=[torch.from_numpy(s) for s in one.score(batch(9).sequences, temperature=1.0)],
@@ -152,7 +154,7 @@ def test_all_ranks_report_the_same(runs: Runs) -> None:
 
 def test_two_ranks_read_the_state_of_one(runs: Runs) -> None:
     alone, _, (resumed, _), _ = runs
-    assert resumed.restored == {"update": 2, "consumed_digest": "digest-2"}
+    assert resumed.restored == {"update": 4, "consumed_digest": "digest-2"}
     assert len(resumed.values) == 2
     assert gap(alone.weights, resumed.weights) < 1e-5
 
@@ -161,7 +163,7 @@ def test_one_rank_reads_the_state_of_two(runs: Runs, model_folder: Path) -> None
     _, (two, _), _, base = runs
     assert len(list((base / "two").iterdir())) == 4
     resumed = run(Ranks(), model_folder, start=base / "two")
-    assert resumed.restored == {"update": 2, "consumed_digest": "digest-2"}
+    assert resumed.restored == {"update": 4, "consumed_digest": "digest-2"}
     assert gap(two.weights, resumed.weights) < 1e-5
 
 

@@ -183,14 +183,14 @@ def test_recomputed_old_policy_equals_a_scoring_pass(
     assert slow_sums["loss"] == pytest.approx(fast_values["loss"], rel=1e-5)
 
 
-def test_several_steps_of_one_collection_are_one_update(
+def test_a_collection_makes_as_many_updates_as_the_run_file_says(
     model_folder: Path, make_batch: MakeBatch
 ) -> None:
     one = trainer(model_folder, updates_per_collection=3)
-    values = one.train_step(make_batch(1, groups=5)).values
+    values = one.train_step(make_batch(3, groups=5)).values
     assert values["optimizer_steps"] == 3
     assert machinery(one).optimizer.num_steps == 3
-    assert one.update == 1
+    assert one.update == 3
     # Off-policy from the second step on, so ratios differ from 1 and the loss shows it.
     assert values["policy_loss"] != pytest.approx(
         trainer(model_folder).train_step(make_batch(1, groups=5)).values["policy_loss"], rel=1e-6
@@ -219,7 +219,7 @@ def test_agreement_is_measured_at_equal_weights(
     model_folder: Path, make_batch: MakeBatch, steps: int
 ) -> None:
     one = trainer(model_folder, updates_per_collection=steps)
-    batch = agreeing(one, make_batch(1), gap=5e-5)
+    batch = agreeing(one, make_batch(steps), gap=5e-5)
     values = one.train_step(batch).values
     assert values["agreement/gap_mean"] == pytest.approx(5e-5, rel=0.1)
     assert values["agreement/responses"] == 12 if steps == 1 else 6
