@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-import aiohttp
 import orjson
 
 from runtime.engines.answers import classify
-from runtime.engines.keepalive import CLIENT_KEEPALIVE_S, check_keepalive_order
+from runtime.engines.connection import Connection
 from runtime.engines.protocol import (
     EngineInfo,
     EngineLoad,
@@ -28,10 +27,8 @@ from runtime.errors import (
     EngineRefused,
     GenerationTimeout,
     RunError,
-    TransportError,
 )
 from runtime.policy import PolicyId
-from runtime.waits import InfraWait, Wait, stretched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +65,15 @@ class HttpEngineClient:
         max_connections: int = 1024,
         limits: ClientLimits | None = None,
     ) -> None:
-        check_keepalive_order()
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
         self._vocab_size = vocab_size
-        self._max_connections = max_connections
         self._limits = limits or ClientLimits()
-        self._session: aiohttp.ClientSession | None = None
+        self._http = Connection(
+            self._url,
+            api_key=api_key,
+            max_connections=max_connections,
+            connect_s=self._limits.connect_s,
+        )
         self._info: EngineInfo | None = None
         self._paused: PauseMode | None = None
 
@@ -106,7 +103,7 @@ class HttpEngineClient:
         body = orjson.dumps(generate_body(request))
         try:
             async with asyncio.timeout(deadline_s):
-                status, answer = await self._send("POST", "/generate", body)
+                status, answer = await self._http.send("POST", "/generate", body)
         except TimeoutError as error:
             raise GenerationTimeout(
                 f"no answer to {request.rid} within {deadline_s:g} s",
@@ -151,7 +148,7 @@ class HttpEngineClient:
         """Ask for one token; False on any failure. An engine we paused need only answer."""
         try:
             async with asyncio.timeout(timeout_s):
-                status, _ = await self._send("GET", "/health_generate", None)
+                status, _ = await self._http.send("GET", "/health_generate", None)
         except (TimeoutError, RunError):
             return False
         return status == 200 or (status == 503 and self._paused is not None)
@@ -198,7 +195,7 @@ class HttpEngineClient:
 
     async def _has_bracket(self) -> bool:
         """Whether the engine knows update sessions: it refuses to close one that is not open."""
-        status, _ = await self._call(
+        status, _ = await self._http.call(
             "POST", "/end_weight_update", {}, self._limits.control_s, "readiness"
         )
         return status != 404
@@ -296,7 +293,7 @@ class HttpEngineClient:
     async def destroy_update_group(self, name: str) -> None:
         """Leave the group. No error when it does not exist."""
         body = {"group_name": name}
-        status, answer = await self._call(
+        status, answer = await self._http.call(
             "POST", "/destroy_weights_update_group", body, self._limits.control_s, "publication"
         )
         failure = classify(status, answer, call="control")
@@ -333,23 +330,25 @@ class HttpEngineClient:
 
     async def close(self) -> None:
         """Close idle connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._http.close()
 
     async def _get(self, path: str) -> Mapping[str, Any]:
-        status, answer = await self._call("GET", path, None, self._limits.control_s, "readiness")
+        status, answer = await self._http.call(
+            "GET", path, None, self._limits.control_s, "readiness"
+        )
         return self._fields(path, status, answer)
 
     async def _control(
         self, path: str, body: Mapping[str, object], *, limit_s: float | None = None
     ) -> Mapping[str, Any]:
         limit_s = self._limits.control_s if limit_s is None else limit_s
-        status, answer = await self._call("POST", path, body, limit_s, "refresh")
+        status, answer = await self._http.call("POST", path, body, limit_s, "refresh")
         return self._fields(path, status, answer, needs_fields=path not in _EMPTY)
 
     async def _update(self, path: str, body: Mapping[str, object]) -> None:
-        status, answer = await self._call("POST", path, body, self._limits.update_s, "publication")
+        status, answer = await self._http.call(
+            "POST", path, body, self._limits.update_s, "publication"
+        )
         self._fields(path, status, answer)
 
     def _fields(
@@ -363,48 +362,6 @@ class HttpEngineClient:
         if needs_fields:
             raise ContractViolation(f"{path} did not answer with an object", url=self._url)
         return {}
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, object] | None,
-        limit_s: float,
-        kind: InfraWait,
-    ) -> tuple[int, object]:
-        """One control call within its stretched limit; WaitTimeout names it."""
-        raw = None if body is None else orjson.dumps(body)
-        async with Wait(f"{self._url}{path}", stretched(kind, limit_s), unstretched_s=limit_s):
-            return await self._send(method, path, raw)
-
-    async def _send(self, method: str, path: str, raw: bytes | None) -> tuple[int, object]:
-        try:
-            async with self._open().request(method, self._url + path, data=raw) as response:
-                content = await response.read()
-        except aiohttp.ConnectionTimeoutError as error:
-            raise TransportError(f"no connection to {self._url}", url=self._url) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise TransportError(
-                f"connection to {self._url} lost: {error!r}", url=self._url, exception=repr(error)
-            ) from error
-        if response.content_type == "application/json":
-            try:
-                return response.status, orjson.loads(content)
-            except orjson.JSONDecodeError as error:
-                raise ContractViolation(f"{path} answered broken JSON", url=self._url) from error
-        return response.status, content.decode(errors="replace")
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=self._max_connections, keepalive_timeout=CLIENT_KEEPALIVE_S
-            )
-            # The total limit is each call's own; connecting has one for all.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s)
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, headers=self._headers
-            )
-        return self._session
 
 
 _EMPTY = ("/abort_request", "/flush_cache")

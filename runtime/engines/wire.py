@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 from runtime.data.samples import Span
@@ -11,6 +12,9 @@ from runtime.engines.answers import classify
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
+
+_policy = lru_cache(64)(PolicyId.parse)
+"""Every sample names its policies, and they are few."""
 
 
 def generate_body(request: GenerateRequest) -> dict[str, object]:
@@ -92,7 +96,7 @@ def _generation(sample: Mapping[str, Any]) -> Generation:
         spans=spans,
         # The first token is drawn from the prefill's own logits. After a retraction the prompt is
         # read again by a newer policy, and the first span still names the oldest one that counts.
-        prefill=spans[0].policy if spans else PolicyId.parse(meta["weight_version"]),
+        prefill=spans[0].policy if spans else _policy(meta["weight_version"]),
         finish=cast(Literal["stop", "length", "abort"], finish["type"]),
         abort_message=finish.get("message"),
         prompt_tokens=int(meta["prompt_tokens"]),
@@ -105,8 +109,8 @@ def _spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Span, ...]:
         return ()
     given: Sequence[Mapping[str, Any]] | None = meta.get("weight_versions")
     if not given:
-        return (Span(0, num_tokens, PolicyId.parse(meta["weight_version"])),)
-    spans = tuple(Span(s["start"], s["end"], PolicyId.parse(s["version"])) for s in given)
+        return (Span(0, num_tokens, _policy(meta["weight_version"])),)
+    spans = tuple(Span(s["start"], s["end"], _policy(s["version"])) for s in given)
     at = 0
     for span in spans:
         if span.start != at or span.end <= at:

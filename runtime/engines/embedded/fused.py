@@ -1,10 +1,10 @@
 """One decode step of the Llama and Qwen families, written out.
 
-Why it exists: on one core a decode step of the laptop's model through HF's modules costs 1.3 / 1.8
-/ 2.3 / 6.1 ms for 1 / 32 / 64 / 256 rows, this one 0.5 / 0.9 / 1.3 / 3.5 ms (median of one run,
-quiet machine): with so small a model the modules' own overhead is the larger part. It is compared
-with HF's forward when it is made, and again by a test to 1e-5; every other model takes HF's
-forward.
+Why it exists: for the laptop's model a whole step of the decoder takes 1.51 / 1.85 / 2.35 / 3.20 /
+5.27 ms through HF's modules for 8 / 32 / 64 / 128 / 256 rows, and 0.86 / 1.16 / 1.56 / 2.33 / 4.04
+ms through this (medians of 9, interleaved, one core, nearly quiet): with so small a model the
+modules' own overhead is the larger part until the batch is large. It is compared with HF's forward
+when it is made, and by a test to 1e-5; every other model takes HF's forward.
 
 Suffixes: B rows, L attended positions, H heads, K KV heads, G = H / K, D head size, C hidden size.
 """

@@ -12,13 +12,11 @@ from runtime.engines.embedded.bodies import Call, parse_generate
 from runtime.engines.embedded.engine import Engine, Ticket
 from runtime.engines.embedded.envelopes import (
     bad_request,
-    invalid_body,
     unavailable_error,
 )
+from runtime.engines.embedded.json_http import EngineKey, json_body, json_response
 from runtime.engines.embedded.requests import ENGINE_STOPPED, QUEUE_FULL, Request, unavailable
 from runtime.engines.embedded.scheduler import DuplicateRid, EngineStopped, Progress, QueueFull
-
-EngineKey = web.AppKey("EngineKey", Engine)
 
 
 async def generate(http: web.Request) -> web.StreamResponse:
@@ -41,25 +39,6 @@ async def generate(http: web.Request) -> web.StreamResponse:
         return _whole(engine, ticket, received)
     finally:
         engine.close(ticket)
-
-
-def json_body(raw: bytes) -> object:
-    """Read a JSON body; empty means ``{}``.
-
-    Raises:
-        Refused: 400 if it is not JSON.
-    """
-    if not raw:
-        return {}
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise invalid_body("json_invalid", ("body", error.pos), "JSON decode error") from error
-
-
-def json_response(body: object, status: int = 200) -> web.Response:
-    """A JSON answer."""
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 def _whole(engine: Engine, ticket: Ticket, received: float) -> web.Response:

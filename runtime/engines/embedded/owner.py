@@ -1,11 +1,11 @@
 """The owner of one embedded engine: starts the server as a child process and ends it.
 
-Child process or a thread in the Ray actor? A thread would save one interpreter, but the costly
-part, torch, is loaded once either way: the owner imports neither torch nor aiohttp (measured: 20 MB
-more in all). For it the child gives what a thread cannot: `kill -9` of the server leaves an owner
-that says so at once; the decoder shares its interpreter lock with nobody; one thread of arithmetic
-is set before torch is loaded; and the owner of SGLang has the same shape. The child holds one end
-of a pipe whose other end is ours: it ends when we do, however we do.
+Child process or a thread in the Ray actor? The costly part, torch, is loaded once either way: the
+owner imports neither torch nor aiohttp (USS seen: owner 27 MB, server 300-370 MB), so a thread
+would save one small interpreter. The child gives what a thread cannot: `kill -9` of the server
+leaves an owner that says so at once; the decoder shares its interpreter lock with nobody; one
+thread of arithmetic is set before torch is loaded; and the owner of SGLang has the same shape. The
+child holds one end of a pipe whose other end is ours: it ends when we do, however we do.
 """
 
 from __future__ import annotations

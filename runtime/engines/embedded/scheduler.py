@@ -262,7 +262,7 @@ class Scheduler:
         admitted: list[Request] = []
         with self._changed:
             now = self._open_time()
-            while self._waiting and self.decoder.fits(self._waiting[0], admitted):
+            for _ in range(self.decoder.num_that_fit(self._waiting)):
                 request = self._waiting.popleft()
                 if request.started_s is None:
                     request.started_s = now

@@ -51,8 +51,8 @@ class EngineSettings(BaseModel):
     """Largest request body."""
     weight_version: str = "default"
     """Name of the weights it starts with."""
-    seed: int = 0
-    """Of sampling seeds for requests that bring none."""
+    seed: int | None = None
+    """Of sampling seeds for requests that bring none; None: engines and restarts all differ."""
     torch_threads: int = Field(default=1, ge=1)
     """Threads of the decoder's arithmetic."""
 

@@ -140,7 +140,7 @@ def test_any_order_of_joining_and_leaving_keeps_every_response_right(
     ]
     done: list[Request] = []
     while waiting or made.num_running:
-        while waiting and made.fits(waiting[0][0]):
+        while waiting and made.num_that_fit([waiting[0][0]]):
             joining, pause = waiting.pop(0)
             done += made.admit([joining])
             for _ in range(pause):
@@ -243,17 +243,19 @@ def test_spans_tile_for_any_history_of_marks(events: list[tuple[int, int]]):
 def test_nothing_is_admitted_past_the_slots_or_the_pool():
     made = decoder(tiny_qwen3(3), max_running=3, max_total_tokens=96)
     first = request([1] * 10, 22)
-    assert made.fits(first)
+    assert made.num_that_fit([first]) == 1
     made.admit([first])
-    assert made.fits(request([1], 4))
-    assert not made.fits(request([1] * 40, 20))
-    made.admit([request([1], 4)])
-    assert made.fits(request([1], 4))
-    assert not made.fits(request([1], 4), [request([1], 4)])
+    short = [request([1], 4) for _ in range(4)]
+    assert made.num_that_fit(short) == 2
+    assert made.num_that_fit([request([1] * 40, 20), *short]) == 0
+    assert made.num_that_fit([]) == 0
+    made.admit(short[:2])
+    assert made.num_that_fit(short[2:]) == 0
 
 
 def test_one_request_may_be_larger_than_its_share_of_the_pool():
-    assert decoder(tiny_qwen3(3), max_total_tokens=16).fits(request([1] * 40, 20))
+    long = [request([1] * 40, 20) for _ in range(2)]
+    assert decoder(tiny_qwen3(3), max_total_tokens=16).num_that_fit(long) == 1
 
 
 def test_layers_that_are_not_full_attention_are_refused(tmp_path: Any):
