@@ -127,10 +127,11 @@ def test_a_commit_of_a_newer_format_is_passed_over(root):
     assert "format 99" in str(found.damaged[0])
 
 
-def test_a_ledger_that_disagrees_with_its_record_is_refused(root):
+@pytest.mark.parametrize("field", ["consumed_digest", "ledger_checksum"])
+def test_a_ledger_that_disagrees_with_its_record_is_refused(root, field):
     path = root.chain / f"{newest(root).seq}.json"
     record = json.loads(path.read_bytes())
-    path.write_text(json.dumps(record | {"consumed_digest": "0" * 64}))
+    path.write_text(json.dumps(record | {field: "0" * 64}))
     assert find(root).commit.update == 2
 
 

@@ -98,6 +98,26 @@ def test_a_folder_is_written_over_by_a_smaller_snapshot(tmp_path):
     assert checksums(read(tmp_path).items()) == written.checksums
 
 
+def test_a_longer_file_of_the_same_name_is_cut_off(tmp_path):
+    for size in (1000, 3):
+        named = [("t", torch.randn(size))]
+        write_snapshot(Weights(named), str(tmp_path))
+    assert torch.equal(read(tmp_path)["t"], named[0][1])
+    assert (tmp_path / "model.safetensors").stat().st_size < 200
+
+
+@given(made=st.lists(tensors, min_size=1, max_size=6))
+def test_every_tensor_is_aligned_so_that_it_can_be_mapped(tmp_path_factory, made):
+    folder = tmp_path_factory.mktemp("s")
+    write_snapshot(Weights([(f"t{i}", tensor) for i, tensor in enumerate(made)]), str(folder))
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for i, tensor in enumerate(made):
+        start, _ = header[f"t{i}"]["data_offsets"]
+        assert (8 + length + start) % tensor.itemsize == 0
+
+
 def test_pages_of_an_older_snapshot_are_used_again(tmp_path):
     named = [("t", torch.randn(100))]
     write_snapshot(Weights(named), str(tmp_path))

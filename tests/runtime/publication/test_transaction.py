@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.errors import ContractViolation, DiskFull, PublicationFailed, TrainerLost, WaitTimeout
+from runtime.errors import (
+    ContractViolation,
+    DiskFull,
+    EngineError,
+    PublicationFailed,
+    TrainerLost,
+    WaitTimeout,
+)
 from runtime.policy import PolicyId
 from runtime.publication.decision import read_decisions
 from runtime.publication.disk import DiskTransport
 from runtime.publication.limits import PublicationLimits
+from runtime.publication.protocol import Snapshot
 from runtime.publication.transaction import Publisher
+from runtime.publication.verification import check_held
 from tests.runtime.publication.tiny_engines import (
     INFO,
     KINDS,
@@ -392,6 +401,30 @@ def test_bring_up_is_refused_before_anything_is_published_and_while_halted(house
             await home.publisher.bring_up(target(home.engines[0]), P1)
 
     anyio.run(main)
+
+
+def test_bring_up_never_goes_back_to_an_older_policy(house):
+    async def main():
+        home = house(1)
+        await home.publish(P1)
+        with pytest.raises(PublicationFailed, match=r"asks for e1\.u2; published is e1\.u1"):
+            await home.publisher.bring_up(target(home.engines[0]), P2)
+        assert home.journal.of("kill") == []
+
+    anyio.run(main)
+
+
+held = st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["1", "2"]))
+
+
+@given(left=held.filter(bool), on_engine=held)
+def test_only_the_very_same_tensors_are_verified(left, on_engine):
+    snapshot = Snapshot(policy=P1, num_tensors=len(left), num_bytes=1, checksums=left, path=None)
+    if left == on_engine:
+        check_held(snapshot, on_engine)
+    else:
+        with pytest.raises(EngineError, match=f"of {len(left)} tensors"):
+            check_held(snapshot, on_engine)
 
 
 def test_an_unwritable_record_does_not_undo_a_publication(house):
