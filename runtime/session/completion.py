@@ -18,7 +18,7 @@ from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.rundir import atomic, history, workflow
 from runtime.rundir.claims import read_claim
-from runtime.rundir.layout import RunRoot
+from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot
 from runtime.rundir.records import Record
 from runtime.rundir.workflow import Counts, Workflow
 from runtime.session.evidence import receipt_of
@@ -112,7 +112,7 @@ def seen_counts(root: RunRoot, records: Records, view: Workflow) -> Counts:
         updates=view.update,
         checkpoints=sum(commit.update > 0 for commit in history.standing_commits(records)),
         evaluations=sum(_is_evaluated(root, records, u, name) for u, name in evaluations),
-        exports=sum(1 for _ in root.path.glob("export*/receipt.json")),
+        exports=sum(1 for _ in root.path.glob(f"export*/{EXPORT_RECEIPT}")),
     )
 
 

@@ -1,0 +1,63 @@
+"""A run that nobody disturbs, and what may be asked of it while it runs and afterwards."""
+
+from collections.abc import Callable
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.rundir import history
+from tests.e2e.checks import assert_whole
+from tests.e2e.running import Run
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+def test_undisturbed_run_completes_and_a_second_start_attaches(run: Run) -> None:
+    assert run.start().how == "started"
+    assert run.start().how == "attached"
+    with pytest.raises(ConfigError, match=r"core\.lr: 0\.001 -> 0\.5"):
+        run.start("core.lr=0.5")
+    run.finish()
+    assert (run.epoch, run.end.ended_by) == (1, "max_updates")
+    assert_whole(run, updates=8)
+    assert [c.update for c in run.commits] == [0, 2, 4, 6, 8]
+    assert sorted(p.name for p in run.root.rollouts.glob("*.parquet")) == [
+        f"{number:06d}-e1.parquet" for number in range(1, 9)
+    ]
+    assert_export_loads(run)
+    before = run.records
+    assert run.start().how == "complete"
+    assert run.records == before
+
+
+def assert_export_loads(run: Run) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.root.export)
+    trained = AutoModelForCausalLM.from_pretrained(run.root.export, dtype=torch.float32)
+    initial = AutoModelForCausalLM.from_pretrained(run.initial_model, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode("reverse: abcd")])
+    with torch.inference_mode():
+        gap = (trained(ids).logits - initial(ids).logits).abs().max()
+    assert gap > 1e-3  # eight updates were made
+
+
+def test_two_engines_and_two_ranks_go_on_when_an_engine_dies(make_run: Callable[..., Run]) -> None:
+    run = make_run("rollout.engines=2", "core.data=2", "core.max_updates=10000", "data.epochs=200")
+    run.start("evaluation.every_updates=1000")
+    run.until_committed(2)
+    first, _ = run.until_there("engine server", 2)
+    first.kill()
+    gone = run.events("engine.verified")
+    run.until(lambda: run.events("engine.restarted"), "the engine to come back")
+    run.until(lambda: len(run.events("engine.verified")) > len(gone), "it to be verified")
+    run.until_committed(history.committed_update(run.records) + 4)
+    run.stop("final")
+    run.finish()
+    assert run.epoch == 1
+    assert {e["slot"] for e in run.events("engine.died")} in ({0}, {1})
+    assert_whole(run, updates=run.end.update)
+    commit = run.commits[-1]
+    assert commit.layout == {"trainer_ranks": 2, "engines": 2}
+    assert len({f.name for f in commit.files if "rank" in f.name}) >= 2, commit.files
