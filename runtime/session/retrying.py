@@ -68,12 +68,16 @@ class StepRetries:
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep
     """Waits on ``clock``."""
 
-    async def run(self, step: str, action: Callable[[], Awaitable[T]]) -> T:
+    async def run(
+        self, step: str, action: Callable[[], Awaitable[T]], *, leaving: End | None = None
+    ) -> T:
         """Do ``action``; retry and hold as above.
 
         Args:
             step: plain name, part of the failure's fingerprint.
             action: one try; must be safe to repeat after a RetryBy.SESSION error.
+            leaving: the end that owes this step: the request for it, which still stands, lets
+                nothing go.
 
         Raises:
             StepEnded: if the step was held and then let go by a stop or by ``detach_grace``.
@@ -89,38 +93,38 @@ class StepRetries:
                     raise
                 tries += 1
                 failure = Failure.of(error, step=step, time=self.clock.time())
-                await self._wait_before_retry(failure, tries)
+                await self._wait_before_retry(failure, tries, leaving)
                 last = failure
             else:
                 if last is not None:
                     self.view.recovered(last)
                 return value
 
-    async def _wait_before_retry(self, failure: Failure, tries: int) -> None:
+    async def _wait_before_retry(self, failure: Failure, tries: int, leaving: End | None) -> None:
         # Equal fingerprints count between sessions (the chain knows them), not here: a restarted
         # engine may well fail its first publication in the same words.
         if tries <= self.retries:
             self.view.failed(failure, attempt=tries, held=False)
-            await self._pause(self.backoff_s * 2 ** (tries - 1), failure)
+            await self._pause(self.backoff_s * 2 ** (tries - 1), failure, leaving)
             return
         self.view.failed(failure, attempt=tries, held=True)
-        await self._hold(failure)
+        await self._hold(failure, leaving)
 
-    async def _pause(self, seconds: float, failure: Failure) -> None:
+    async def _pause(self, seconds: float, failure: Failure, leaving: End | None) -> None:
         deadline = self.clock.monotonic() + seconds
         while (left := deadline - self.clock.monotonic()) > 0:
-            self._leave_if_asked(failure)
+            self._leave_if_asked(failure, leaving)
             await self.sleep(min(self.poll_s, left))
 
-    async def _hold(self, failure: Failure) -> None:
+    async def _hold(self, failure: Failure, leaving: End | None) -> None:
         since = self.clock.monotonic()
         while not self.signals.retry_requested(failure.id):
-            self._leave_if_asked(failure)
+            self._leave_if_asked(failure, leaving)
             if self.clock.monotonic() - since > self.detach_grace_s:
                 raise StepEnded(End(by=EndedBy.PARKED), failure)
             await self.sleep(self.poll_s)
 
-    def _leave_if_asked(self, failure: Failure) -> None:
+    def _leave_if_asked(self, failure: Failure, leaving: End | None) -> None:
         end = self.signals.end_requested()
-        if end is not None:
+        if end is not None and end != leaving:
             raise StepEnded(end, failure)

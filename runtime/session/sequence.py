@@ -1,9 +1,8 @@
 """The story of an attempt: open, then collection after collection, then whatever its end owes.
 
 The order at a boundary is the protocol (ARCHITECTURE.md): mark consumed -> ledger snapshot and
-staging
--> publish -> evaluation -> tests for the end. The next collection goes to the trainer only after
-staging.
+staging -> publish -> evaluation -> tests for the end. The next collection goes to the trainer only
+after staging.
 """
 
 from __future__ import annotations
@@ -60,7 +59,12 @@ class Session:
             end = await self._train()
         except StepEnded as let_go:
             end = let_go.end
-        await self._leave(end)
+        try:
+            await self._leave(end)
+        except StepEnded as let_go:
+            # What the end owes could not be done: the run is not over, whatever was asked.
+            end = End(by=EndedBy.STOP) if let_go.end.is_complete else let_go.end
+            await self._commit_at_end(end)
         return end
 
     async def watch_for_ever(self) -> None:
@@ -86,7 +90,7 @@ class Session:
         self._staged = self._update
         if self._update and evaluation_due(parts.context.spec, self._update):
             await self._evaluate()  # the attempt before may have ended between commit and result
-        parts.view.doing(f"segment/{self._update}", state="training")
+        parts.view.doing(self._segment, state="training")
         parts.recorder.lifecycle.record(Event.SESSION_READY, update=self._update)
         parts.producer.published(self.policy)
 
@@ -160,12 +164,13 @@ class Session:
         # A commit that could not be written is made good at once, on or off cadence.
         if commit_due(spec, self._update) or end is not None or parts.commits.failure is not None:
             await self._stage()
+            parts.view.doing(self._segment)
+        parts.view.update = self._update
         await self._publish()
         parts.books.keep(collection)
         has_final = end is not None and end.owes_evaluation and spec.evaluation.final
         if evaluation_due(spec, self._update) and not has_final:
             await self._evaluate()
-        parts.view.update = self._update
         parts.view.moved(f"update {self._update}")
 
     async def _stage(self) -> None:
@@ -211,7 +216,7 @@ class Session:
                 await parts.steps.run(
                     step, partial(parts.evaluator.evaluate, name, self.policy, kind="cadence")
                 )
-        parts.view.doing(f"segment/{self._update}")
+        parts.view.doing(self._segment)
 
     # --- Ends ---------------------------------------------------------------------------------
 
@@ -225,7 +230,8 @@ class Session:
             step = f"export/{self._update}"
             parts.view.doing(step)
             with parts.recorder.timing.stage(Stage.EXPORT, update=self._update):
-                await parts.steps.run(step, partial(parts.exporter.export, self.policy))
+                export = partial(parts.exporter.export, self.policy)
+                await parts.steps.run(step, export, leaving=end)
         if end.owes_evaluation and parts.context.spec.evaluation.final:
             await self._evaluate_at_end()
 
@@ -242,7 +248,7 @@ class Session:
             await parts.commits.settle()
 
         if end.is_complete:
-            await parts.steps.run(f"checkpoint/{self._update}", settled)
+            await parts.steps.run(f"checkpoint/{self._update}", settled, leaving=end)
             return
         try:
             await settled()
@@ -266,6 +272,15 @@ class Session:
     @property
     def _next_update(self) -> int:
         return self._update + self._parts.context.spec.core.updates_per_collection
+
+    @property
+    def _segment(self) -> str:
+        """The step in hand: the collections up to the next commit."""
+        spec = self._parts.context.spec
+        update = self._next_update
+        while not commit_due(spec, update) and self._rules.reached(update) is None:
+            update += spec.core.updates_per_collection
+        return f"segment/{update}"
 
     def _over_time(self) -> End | None:
         bound = self._rules.max_run_seconds

@@ -1,3 +1,5 @@
+from functools import partial
+
 import anyio
 import pytest
 from hypothesis import given
@@ -67,14 +69,14 @@ class Step:
             sleep=self._sleep,
         )
 
-    def run(self, *, fails: int) -> str:
+    def run(self, *, fails: int, leaving: End | None = None) -> str:
         async def action() -> str:
             self.tries.append(self.clock.monotonic() - self.begin)
             if len(self.tries) <= fails:
                 raise self.error
             return "done"
 
-        return anyio.run(self.steps.run, "publication/5", action)
+        return anyio.run(partial(self.steps.run, "publication/5", action, leaving=leaving))
 
     def at(self, seconds: float, act: object) -> None:
         self.plans.append((self.begin + seconds, act))
@@ -158,6 +160,15 @@ def test_a_stop_of_another_epoch_is_not_ours(root: RunRoot) -> None:
     step = Step(root)
     step.control.request_stop("stop", epoch=2, by="t", time=0.0)
     assert step.run(fails=1) == "done"
+
+
+def test_the_request_that_is_being_honoured_takes_no_retry_away(root: RunRoot) -> None:
+    step = Step(root)
+    step.control.request_stop("final", epoch=1, by="t", time=0.0)
+    assert step.run(fails=2, leaving=End(by=EndedBy.STOP_FINAL)) == "done"
+    again = Step(root)
+    with pytest.raises(StepEnded):
+        again.run(fails=2, leaving=End(by=EndedBy.MAX_UPDATES))
 
 
 @pytest.mark.parametrize(
