@@ -29,7 +29,7 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.records import CommitRecord
 from runtime.session import deadman
 from runtime.session.books import Books
-from runtime.session.cluster import LocalRay
+from runtime.session.cluster import LocalRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
@@ -108,6 +108,7 @@ async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> Prepared:
         tasks.start_soon(anyio.to_thread.run_sync, local_ray.start)
         with ground.recorder.timing.stage(Stage.PREPARE):
             made.append(await prepare(ground.context.attempt))
+    take_signals_back()
     return made[0]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -121,6 +122,17 @@ class LocalRay:
         self._started.set_result(None)
         self._is_over.wait()
         ray.shutdown()
+
+
+def take_signals_back() -> None:
+    """Put this process's own handlers back; on the main thread, once Ray has started.
+
+    Ray's core takes SIGTERM for a crash: it prints a trace, sets an alarm, and three seconds later
+    the process aborts, in the middle of the commit it was asked to make.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.getsignal(number))
+        signal.siginterrupt(number, False)
 
 
 def ray_logs(folder: Path) -> Path:
