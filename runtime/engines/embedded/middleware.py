@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from runtime.engines.embedded.envelopes import Refused
 from runtime.engines.embedded.json_http import json_response
 from runtime.engines.embedded.scheduler import EngineStopped
+from runtime.telemetry.events import Event
 
 _log = structlog.get_logger("engine")
 
@@ -40,7 +41,7 @@ def upstream_answers(api_key: SecretStr | None) -> Middleware:
             return web.Response(status=503)
         except Exception:
             # As upstream: the text says nothing, the log says it all.
-            _log.exception("engine.request_failed", path=request.path)
+            _log.exception(Event.ENGINE_REQUEST_FAILED, path=request.path)
             return web.Response(text="Internal Server Error", status=500)
 
     return middleware

@@ -30,6 +30,7 @@ from runtime.engines.embedded.requests import (
     unavailable,
 )
 from runtime.engines.protocol import PauseMode
+from runtime.telemetry.events import Event
 
 T = TypeVar("T")
 
@@ -223,7 +224,7 @@ class Scheduler:
                     self._advance()
         except Exception as error:
             self._failure = error
-            _log.exception("engine.decoder_failed")
+            _log.exception(Event.ENGINE_DECODER_FAILED)
         finally:
             with self._changed:
                 self._stopping = True

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.keepalive import check_keepalive_order
+from runtime.telemetry.events import Event
 
 if TYPE_CHECKING:
     from runtime.engines.embedded.engine import Engine
@@ -117,10 +118,10 @@ async def serve(settings: EngineSettings, ready: TextIO, lifeline: Lifeline | No
             lifeline.stop = partial(loop.call_soon_threadsafe, stop.set)
         ready.write(json.dumps({"url": server.url, "pid": os.getpid()}) + "\n")
         ready.flush()
-        _log.info("engine.started", url=server.url, model=settings.model_path)
+        _log.info(Event.ENGINE_STARTED, url=server.url, model=settings.model_path)
         await stop.wait()
         has_died = not server.engine.scheduler.is_alive
-    _log.info("engine.stopped", url=server.url, decoder_died=has_died)
+    _log.info(Event.ENGINE_STOPPED, url=server.url, decoder_died=has_died)
     return int(has_died)
 
 
