@@ -23,6 +23,9 @@ from tests.contracts.tiny_models import save_model, tiny_qwen3
 
 GONE_S = 30.0
 
+# Each start imports torch: 4 s on a quiet core, several times that on a busy machine.
+pytestmark = pytest.mark.timeout(180)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
