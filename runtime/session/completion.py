@@ -178,9 +178,9 @@ def _state(root: RunRoot, records: Records, view: Workflow) -> Row:
     is_complete = history.is_complete(records)
     stored = workflow.read(root)
     found = view.state + (f", {view.activity}" if view.activity else "")
-    if stored is None:
+    if stored is None and records:
         found += "; workflow.json is missing or damaged, rebuilt from the chain"
-    elif (stored.epoch, stored.state) != (view.epoch, view.state):
+    elif stored is not None and (stored.epoch, stored.state) != (view.epoch, view.state):
         found += "; workflow.json is older than the chain"
     return Row(name="state", is_filled=is_complete, found=found)
 

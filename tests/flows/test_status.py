@@ -131,6 +131,12 @@ def test_a_process_that_is_left_keeps_its_row_empty(made: MadeRun) -> None:
     assert status.exit_code == 5
 
 
+def test_a_guard_that_wrote_the_end_and_is_about_to_leave_is_no_leftover(made: MadeRun) -> None:
+    made.run_to(4)
+    ProcessRegistry(made.root.attempt(1).processes).enter("guard", os.getpid(), 1)
+    assert look(made.root).exit_code == 0
+
+
 @settings(max_examples=30)
 @given(data=st.data())
 def test_complete_means_that_no_row_is_empty(tmp_path_factory, data) -> None:
