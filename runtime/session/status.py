@@ -151,7 +151,7 @@ def conclude(sight: Sight, *, here: HostBoot) -> Status:
     state, activity, attempt = _state(sight)
     processes = _processes(root, attempt, here)
     expected, seen = expected_counts(root, records, view), seen_counts(root, records, view)
-    # The guard wrote the end record, and is about to leave: it proves the exits, and is none of them.
+    # The guard wrote the end record and is about to leave: it proves the exits, it is none of them.
     left = tuple(
         f"{p.role} {p.pid} on {p.host}" for p in processes if p.alive and p.role != "guard"
     )
