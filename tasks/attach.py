@@ -10,6 +10,9 @@ from prefect.logging import get_run_logger
 from configs.load import load_frozen, load_run
 from configs.plan import make_plan
 from runtime.launch.start import start_run
+from runtime.rundir.chain import Chain
+from runtime.rundir.history import committed_update
+from runtime.rundir.layout import RunRoot
 from tasks.handle import RunHandle
 
 
@@ -23,7 +26,11 @@ def attach(run_file: Path, sets: list[str]) -> RunHandle:
     """
     # The frozen run file of an attempt is JSON: whoever attaches beside a guard gives that one.
     loaded = load_frozen(run_file) if run_file.suffix == ".json" else load_run(run_file, sets)
+    root = RunRoot.of(loaded.spec.output.root)
+    seen_from = max(0, committed_update(Chain(root).read()))
     launch = start_run(loaded)
     message = launch.notice or f"attempt {launch.attempt} in {loaded.spec.output.root}"
     get_run_logger().info("%s: %s", launch.how, message)
-    return RunHandle(loaded=loaded, plan=make_plan(loaded), attempt=launch.attempt)
+    return RunHandle(
+        loaded=loaded, plan=make_plan(loaded), attempt=launch.attempt, seen_from=seen_from
+    )

@@ -42,6 +42,8 @@ class RunHandle:
     plan: Plan
     attempt: int
     """The attempt that ran when the flow attached."""
+    seen_from: int
+    """What was committed then: earlier steps are history that this flow does not show."""
 
     @property
     def name(self) -> str:
@@ -74,23 +76,19 @@ class RunHandle:
         return end.update if end is not None and end.state == "complete" else None
 
     def stretches(self) -> Iterator[Stretch]:
-        """What is left, boundary by boundary, asked of the chain each time.
+        """What is left when the flow attaches, boundary by boundary.
 
-        So a rewind needs no handling of its own: the next stretch begins where history stands.
+        The chain is asked after each, so a rewind needs no handling of its own: the next stretch
+        begins where history stands. A session that runs ahead of the flow makes it skip nothing.
         """
-        seen = -1
-        while (at := self.committed()) < self.last_update and self.end_update() is None:
-            # The chain moves on while we wait; the same boundary twice would be a task too many.
-            at = max(at, seen) if self._is_ahead(seen) else at
-            if at >= self.last_update:
+        at = self.seen_from
+        while at < self.last_update:
+            end = self.end_update()
+            if end is not None and at >= end:
                 return
             stretch = self._stretch(at)
             yield stretch
-            seen = stretch.update
-
-    def _is_ahead(self, seen: int) -> bool:
-        # A checkpoint task ended with its commit standing: lower means rewound.
-        return seen >= 0 and self.committed() >= seen
+            at = min(stretch.update, self.committed())
 
     def _stretch(self, after: int) -> Stretch:
         spec = self.loaded.spec
