@@ -28,6 +28,8 @@ samples_per_prompt = 2
 max_updates = 8
 [checkpoint]
 every_updates = 2
+[evaluation.sets.held]
+prompts = "{folder}/held.jsonl"
 [session]
 retries = 1
 retry_backoff = "0s"
@@ -38,6 +40,7 @@ root = "{folder}/run"
 
 def context_of(folder: Path, *sets: str, clock: Clock | None = None) -> Context:
     """The session's context in epoch 1 of attempt 1; its epoch record is in the chain."""
+    folder.mkdir(exist_ok=True)
     file = folder / "run.toml"
     file.write_text(RUN_FILE.format(folder=folder))
     loaded = load_run(file, sets)
