@@ -1,0 +1,228 @@
+"""Publication as the session sees it: real pool and gate, a publisher that does what it is told."""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from runtime.clock import ManualClock, SystemClock
+from runtime.engines.pool import EnginePool, SlotState
+from runtime.engines.protocol import EngineAddress
+from runtime.errors import EngineDead, PublicationFailed
+from runtime.policy import PolicyId
+from runtime.publication.protocol import Target
+from runtime.rollout.gate import AdmissionGate
+from runtime.session import publishing
+from runtime.session.publishing import Publishing
+from tests.runtime.evaluation.asked import INFO
+
+pytestmark = pytest.mark.anyio
+
+FIRST, SECOND = PolicyId(1, 0), PolicyId(1, 1)
+
+
+class Client:
+    async def close(self) -> None:
+        pass
+
+
+class Publisher:
+    """Keeps: a failure halts it until one succeeds; a decision names who was verified."""
+
+    brings_up_one = True
+
+    def __init__(self) -> None:
+        self.is_halted = False
+        self.fails = 0
+        self.calls: Counter[str] = Counter()
+        self.targets: list[int] = []
+
+    async def publish(self, policy: PolicyId, targets: Sequence[Target], **options: Any) -> Any:
+        self.calls["publish"] += 1
+        if drain := options.get("drain"):
+            await drain()
+        return self._decide(policy, targets)
+
+    async def bring_up(self, target: Target, policy: PolicyId) -> Any:
+        self.calls["bring_up"] += 1
+        return self._decide(policy, [target])
+
+    def _decide(self, policy: PolicyId, targets: Sequence[Target]) -> Any:
+        self.targets = [target.slot for target in targets]
+        if self.fails:
+            self.fails -= 1
+            self.is_halted = True
+            raise PublicationFailed("no engine was verified")
+        self.is_halted = False
+        verified = [SimpleNamespace(slot=t.slot, incarnation=t.incarnation) for t in targets]
+        return SimpleNamespace(
+            policy=str(policy), verified=verified, pause_s=0.0, num_bytes=0, stages_s={}
+        )
+
+
+class Monitor:
+    def __init__(self) -> None:
+        self.pauses = 0
+        self.lost_slots: list[int] = []
+
+    def pause(self) -> None:
+        self.pauses += 1
+
+    def resume(self) -> None:
+        self.pauses -= 1
+
+
+class Published:
+    def __init__(self, mode: str = "refresh") -> None:
+        self.pool = EnginePool(2, clock=ManualClock())
+        self.gate = AdmissionGate(clock=SystemClock())
+        self.publisher = Publisher()
+        self.monitor = Monitor()
+        self.it = Publishing(
+            publisher=self.publisher,  # type: ignore[arg-type]
+            pool=self.pool,
+            monitor=self.monitor,  # type: ignore[arg-type]
+            gate=self.gate,
+            mode=mode,  # type: ignore[arg-type]
+            drain_deadline_s=5.0,
+            lifecycle=SimpleNamespace(record=lambda *_, **__: None),  # type: ignore[arg-type]
+        )
+        self.join(0, "a")
+        self.join(1, "b")
+
+    def join(self, slot: int, incarnation: str) -> None:
+        address = EngineAddress(slot=slot, incarnation=incarnation, url="", pid=1)
+        self.pool.joined(address, INFO, Client())  # type: ignore[arg-type]
+
+    def states(self) -> list[tuple[SlotState, PolicyId | None]]:
+        return [(view.state, view.policy) for view in self.pool.views()]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "_MEND_POLL_S", 0.005)
+
+
+async def test_every_living_engine_is_verified_and_then_served() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    assert published.states() == [(SlotState.HEALTHY, FIRST)] * 2
+    assert published.pool.published == FIRST
+    assert published.monitor.pauses == 0
+
+
+async def test_a_failure_leaves_the_old_policy_published_and_the_monitor_at_work() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.publisher.fails = 1
+    with pytest.raises(PublicationFailed):
+        await published.it.publish(SECOND)
+    assert published.pool.published == FIRST
+    assert published.monitor.pauses == 0
+    await published.it.publish(SECOND)
+    assert published.pool.published == SECOND
+
+
+async def test_it_waits_while_every_engine_is_being_restarted() -> None:
+    published = Published()
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.mark_dead(1, "b", "killed")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(published.it.publish, FIRST)
+        await anyio.wait_all_tasks_blocked()
+        assert published.publisher.calls["publish"] == 0
+        published.pool.restarting(1)
+        published.join(1, "c")
+    assert published.publisher.targets == [1]
+    assert published.pool.state(1) is SlotState.HEALTHY
+
+
+async def test_no_engine_and_no_restart_left_is_said_so() -> None:
+    published = Published()
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.mark_dead(1, "b", "killed")
+    published.monitor.lost_slots = [0, 1]
+    with pytest.raises(EngineDead, match="restart budget"):
+        await published.it.publish(FIRST)
+
+
+async def test_a_restarted_engine_is_mended_to_the_published_policy() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.restarting(0)
+    published.join(0, "c")
+    assert published.pool.state(0) is SlotState.STALE
+    await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
+    assert published.states() == [(SlotState.HEALTHY, FIRST)] * 2
+    assert published.publisher.targets == [0]
+
+
+async def test_an_engine_that_cannot_be_mended_is_left_to_the_publisher_and_tried_again() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.restarting(0)
+    published.join(0, "c")
+    published.publisher.fails = 1
+    published.publisher.is_halted = False
+    await mended(published, until=lambda: published.publisher.is_halted)
+    assert published.pool.state(0) is SlotState.STALE
+
+
+async def test_nothing_is_mended_while_a_failed_publication_waits_for_its_retry() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.publisher.fails = 1
+    with pytest.raises(PublicationFailed):
+        await published.it.publish(SECOND)
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.restarting(0)
+    published.join(0, "c")
+    looks = Counter[str]()
+    live = published.pool.live
+
+    def counted() -> Any:
+        looks["live"] += 1
+        return live()
+
+    published.pool.live = counted  # type: ignore[method-assign]
+    await mended(published, until=lambda: looks["live"] > 3)
+    assert published.publisher.calls["bring_up"] == 0
+    await published.it.publish(SECOND)
+    assert published.states() == [(SlotState.HEALTHY, SECOND)] * 2
+
+
+async def test_draining_opens_the_gate_again_only_once_it_is_published() -> None:
+    published = Published("drain")
+    published.publisher.fails = 1
+    with pytest.raises(PublicationFailed):
+        await published.it.publish(FIRST)
+    assert not published.gate.is_open
+    await published.it.publish(FIRST)
+    assert published.gate.is_open
+
+
+async def test_a_publication_and_a_shared_evaluation_exclude_each_other() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    async with (
+        anyio.create_task_group() as tasks,
+        published.gate.evaluation(drain_deadline_s=5, max_calls=1),
+    ):
+        tasks.start_soon(published.it.publish, SECOND)
+        await anyio.wait_all_tasks_blocked()
+        assert published.pool.published == FIRST
+    assert published.pool.published == SECOND
+
+
+async def mended(published: Published, *, until: Any) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(published.it.mend_for_ever)
+        with anyio.fail_after(20):
+            while not until():  # noqa: ASYNC110  # a state of the pool has no event
+                await anyio.sleep(0.005)
+        tasks.cancel_scope.cancel()
