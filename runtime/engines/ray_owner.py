@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
 from runtime.engines.protocol import EngineAddress, EngineOwner
-from runtime.errors import EngineDead, WaitTimeout
+from runtime.errors import EngineDead, RunError, WaitTimeout
 
 
 class EngineActor:
@@ -54,13 +55,14 @@ class RaySlot:
 
         Raises:
             WaitTimeout: if the server does not answer within ``start_deadline_s``.
-            EngineDead: if the actor died while starting.
+            EngineDead: if the server or its actor died while starting.
         """
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError, RayTaskError
 
         await self.stop()
-        actor_class = ray.remote(
+        decorate: Any = ray.remote  # its overloads know no options for classes
+        actor_class = decorate(
             num_cpus=0,
             num_gpus=self.num_gpus,
             max_restarts=0,
@@ -77,26 +79,32 @@ class RaySlot:
                 f"engine server did not answer within {self.start_deadline_s:g} s of its start",
                 deadline_s=self.start_deadline_s,
             ) from error
-        except RayActorError as error:
-            self._actor = None
+        except RayTaskError as error:
+            await self.stop()
+            # The owner's own error, as it was raised: Ray hands it over inside one of its own.
+            cause: BaseException = error.cause
+            raise (cause if isinstance(cause, RunError) else EngineDead(str(cause))) from error
+        except RayError as error:
+            await self.stop()
             raise EngineDead(f"engine actor died while starting: {error}") from error
 
     async def is_running(self) -> bool:
         """The actor answers and its server exists; False when either is gone."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError
 
         if self._actor is None:
             return False
         try:
             with anyio.fail_after(self.stop_deadline_s):
                 return await self._actor.is_running.remote()
-        except (RayActorError, TimeoutError):
+        except (RayError, TimeoutError):
+            # Not only the actor's death: without its raylet the engine is gone too.
             return False
 
     async def stop(self) -> None:
         """End the server and its actor; the actor is killed when it does not answer. Idempotent."""
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayError
 
         actor, self._actor = self._actor, None
         if actor is None:
@@ -104,7 +112,8 @@ class RaySlot:
         try:
             with anyio.move_on_after(self.stop_deadline_s, shield=True):
                 await actor.stop.remote()
-        except RayActorError:
+        except RayError:
             return  # already dead: that is what was wanted
         finally:
-            ray.kill(actor)
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
