@@ -15,7 +15,9 @@ import anyio.to_thread
 
 from runtime.errors import RetryBy
 from runtime.rundir.attempt import Outcome
+from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure, choose_cause
+from runtime.rundir.history import committed_update
 from runtime.session import cluster, deadman
 from runtime.session.context import Context
 from runtime.session.ends import End
@@ -28,6 +30,7 @@ from runtime.telemetry.sinks import WandbSettings
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+_WATCH_S = 0.2
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +65,7 @@ async def _run(context: Context) -> Outcome:
             epoch=context.epoch,
             state="failed",
             ended_by="failure",
-            update=view.update,
+            update=_reached(context, view),
             failure=failure,
         )
     else:
@@ -97,11 +100,29 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
             signals=signals,
             tasks=tasks,
         )
-        async with session_of(ground) as session:
-            ends.append(await session.run())
+        with anyio.CancelScope() as opening:
+            is_open = anyio.Event()
+            tasks.start_soon(_leave_unopened, signals, opening, is_open, ends)
+            async with session_of(ground) as session:
+                is_open.set()
+                ends.append(await session.run())
         await anyio.to_thread.run_sync(view.write)
         tasks.cancel_scope.cancel()
     return ends[0]
+
+
+async def _leave_unopened(
+    signals: Signals, opening: anyio.CancelScope, is_open: anyio.Event, ends: list[End]
+) -> None:
+    """Preparing may take minutes: whoever stops it meanwhile need not wait for the session."""
+    while not is_open.is_set():
+        end = signals.end_requested()
+        # An end that owes an export needs the session to open first.
+        if end is not None and not end.is_complete:
+            ends.append(end)
+            opening.cancel()
+            return
+        await anyio.sleep(_WATCH_S)
 
 
 async def _listen(signals: Signals) -> None:
@@ -116,9 +137,14 @@ def _outcome(context: Context, view: SessionView, end: End) -> Outcome:
         state="complete" if end.is_complete else "training",
         activity=None if end.is_complete else end.activity,
         ended_by=end.by.value,
-        update=view.update,
+        update=_reached(context, view),
         failure=view.failure if end.activity == "parked" else None,
     )
+
+
+def _reached(context: Context, view: SessionView) -> int:
+    """The last update made; a session that did not open stands where history does."""
+    return max(view.update, committed_update(Chain(context.root).read()))
 
 
 def _failure(error: Exception, view: SessionView, context: Context) -> Failure:

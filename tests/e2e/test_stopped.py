@@ -46,8 +46,14 @@ def test_run_goes_on_after_every_kind_of_stop(make_run: Callable[..., Run]) -> N
     assert run.end.update >= stopped_at
     assert look(run.root).exit_code == RESUMABLE
 
+    parked_at = run.end.update
     run.start()
-    run.until_committed(run.end.update + 2)
+    run.stop("stop")  # while it opens: nothing is trained
+    assert_stopped(run, "stop", "stopped")
+    assert run.end.update == parked_at
+
+    run.start()
+    run.until_committed(parked_at + 2)
     run.stop("stop")
     assert_stopped(run, "stop", "stopped")
 
