@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 from uuid import UUID
@@ -14,11 +15,14 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from runtime.policy import PolicyId
 from runtime.rundir import workflow
 from runtime.session.answers import Running
 from tasks.handle import RunHandle, Stretch
 
 MAX_ROWS = 200
+ROWS_DEADLINE_S = 2.0
+"""Longest wait for rows that are still in the session's buffer."""
 
 
 class StretchProgress:
@@ -54,7 +58,19 @@ class StretchProgress:
 
 def table_collections(run: RunHandle, stretch: Stretch) -> None:
     """One row per collection of a stretch."""
-    rows = [
+    deadline = time.monotonic() + ROWS_DEADLINE_S
+    while (rows := _rows_of(run, stretch)) and len(rows) < stretch.num_collections:
+        # The session writes rows a moment after the update they tell of.
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    create_table_artifact(
+        table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
+    )
+
+
+def _rows_of(run: RunHandle, stretch: Stretch) -> list[dict[str, object]]:
+    return [
         {
             "collection": row["step"],
             "reward": _rounded(row["values"].get("rollout/reward_mean")),
@@ -67,9 +83,6 @@ def table_collections(run: RunHandle, stretch: Stretch) -> None:
         for row in _rows(run)
         if stretch.first_collection <= row["step"] <= stretch.last_collection
     ]
-    create_table_artifact(
-        table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
-    )
 
 
 def summarise(run: RunHandle) -> str:
@@ -93,11 +106,15 @@ def summarise(run: RunHandle) -> str:
 
 
 def _evaluations(run: RunHandle) -> Iterator[tuple[str, float]]:
-    for path in sorted(run.root.evaluations.glob("e*.u*/*/tries/*/result.json")):
+    found: list[tuple[PolicyId, str, float]] = []
+    for path in run.root.evaluations.glob("e*.u*/*/tries/*/result.json"):
         result = json.loads(path.read_bytes())
         if result.get("state") == "succeeded":
             folder = path.parents[2]
-            yield f"{folder.parent.name} {folder.name}", result["metrics"]["mean"]
+            policy = PolicyId.parse(folder.parent.name)
+            found.append((policy, folder.name, result["metrics"]["mean"]))
+    for policy, name, mean in sorted(found):
+        yield f"{policy} {name}", mean
 
 
 def _rows(run: RunHandle) -> Iterator[dict[str, Any]]:

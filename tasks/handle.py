@@ -29,6 +29,11 @@ class Stretch:
     """Sets that are evaluated at this boundary."""
 
     @property
+    def num_collections(self) -> int:
+        """Collections it trains on."""
+        return self.last_collection - self.first_collection + 1
+
+    @property
     def title(self) -> str:
         """``collections 41-60``."""
         return f"collections {self.first_collection}-{self.last_collection}"

@@ -60,6 +60,8 @@ class Evaluator:
             self.root, Chain(self.root).read(), update=policy.update, set_name=name
         )
         if found is not None and found[1].result is not None:
+            # Its row may have been lost with the session that made it; the newest epoch's counts.
+            self._log(name, policy.update, found[1].result.metrics)
             return found[1].result.metrics
         folder = self.root.evaluation(str(policy), name)
         if derive(folder, stands=True) is None:
@@ -95,13 +97,16 @@ class Evaluator:
                 trainer_update=policy.update,
             ),
         )
-        self.metrics.log(
-            Axis.EVALUATION,
-            policy.update,
-            {f"evaluation/{name}/{key}": value for key, value in metrics.items()},
-        )
+        self._log(name, policy.update, metrics)
         self.lifecycle.record(Event.EVALUATION_FINISHED, update=policy.update, set=name, **metrics)
         return metrics
+
+    def _log(self, name: str, update: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.log(
+            Axis.EVALUATION,
+            update,
+            {f"evaluation/{name}/{key}": value for key, value in metrics.items()},
+        )
 
     async def final(self, policy: PolicyId, *, retries: int, backoff_s: float) -> None:
         """Evaluate every set at the end of a run; what fails stays outstanding."""
