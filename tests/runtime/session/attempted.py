@@ -10,7 +10,7 @@ from runtime.rundir import atomic
 from runtime.rundir.attempt import AttemptFile, GuardFile
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import EpochRecord
+from runtime.rundir.records import CommitRecord, EpochRecord
 from runtime.session.context import Context
 
 RUN_FILE = """
@@ -75,5 +75,18 @@ def own(root: RunRoot, *, epoch: int) -> None:
         EpochRecord(
             epoch=epoch, time=0.0, attempt=1, host="h", pid=1, boot_id="b", started=0.0,
             reason="test", lease_s=30.0 if epoch == 1 else None,
+        )
+    )  # fmt: skip
+
+
+def commit(path: Path, *, update: int) -> None:
+    """Append a commit record of epoch 1, without files."""
+    chain = Chain(RunRoot(path))
+    chain.read()
+    chain.append(
+        CommitRecord(
+            epoch=1, time=0.0, format_version=1, update=update, policy=f"e1.u{update}",
+            training_digest="t", layout={}, data_fingerprint="d", ledger_checksum="l",
+            consumed_digest="c", folder=f"checkpoints/{update:06d}-e1", files=(),
         )
     )  # fmt: skip
