@@ -37,7 +37,7 @@ def up(port: Port = 4200, no_worker: NoWorker = False, as_json: AsJson = False) 
     # Prefect reads its settings when it is imported.
     os.environ.update(environment(port))
     ending = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
     say: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
     try:
