@@ -18,7 +18,7 @@ from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.rundir import atomic, history, workflow
 from runtime.rundir.claims import read_claim
-from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
 from runtime.rundir.workflow import Counts, Workflow
 from runtime.session.evidence import receipt_of
@@ -100,32 +100,9 @@ def expected_counts(root: RunRoot, records: Records, view: Workflow) -> Counts:
     )
 
 
-def seen_counts(root: RunRoot, records: Records, view: Workflow) -> Counts:
-    """What there is evidence of in standing history; commit 0 does not count."""
-    evaluations = {
-        (policy.update, folder.name)
-        for folder in root.evaluations.glob("e*.u*/*")
-        if (policy := _policy(folder.parent.name)) is not None
-        and history.is_standing(records, policy)
-    }
-    return Counts(
-        updates=view.update,
-        checkpoints=sum(commit.update > 0 for commit in history.standing_commits(records)),
-        evaluations=sum(_is_evaluated(root, records, u, name) for u, name in evaluations),
-        exports=sum(1 for _ in root.path.glob(f"export*/{EXPORT_RECEIPT}")),
-    )
-
-
 def _boundaries(spec: RunSpec, last: int) -> range:
     per_collection = spec.core.updates_per_collection
     return range(per_collection, last + 1, per_collection)
-
-
-def _policy(name: str) -> PolicyId | None:
-    try:
-        return PolicyId.parse(name)
-    except ValueError:
-        return None
 
 
 def _is_evaluated(root: RunRoot, records: Records, update: int, set_name: str) -> bool:

@@ -21,8 +21,8 @@ from runtime.rundir.liveness import Mark
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot, ProcessRegistry, is_alive
 from runtime.rundir.records import Activity, EpochRecord, Record, WorkflowState
-from runtime.rundir.workflow import Counts, Workflow
-from runtime.session.completion import Row, completion_rows, expected_counts, seen_counts
+from runtime.rundir.workflow import Counts, Workflow, count_seen
+from runtime.session.completion import Row, completion_rows, expected_counts
 
 State = WorkflowState | Literal["unknown"]
 
@@ -150,7 +150,10 @@ def conclude(sight: Sight, *, here: HostBoot) -> Status:
     root, records, view = sight.root, sight.records, sight.view
     state, activity, attempt = _state(sight)
     processes = _processes(root, attempt, here)
-    expected, seen = expected_counts(root, records, view), seen_counts(root, records, view)
+    expected, seen = (
+        expected_counts(root, records, view),
+        count_seen(root, records, update=view.update),
+    )
     # The guard wrote the end record and is about to leave: it proves the exits, it is none of them.
     left = tuple(
         f"{p.role} {p.pid} on {p.host}" for p in processes if p.alive and p.role != "guard"
