@@ -92,8 +92,6 @@ def headline(status: Status) -> str:
 def next_command(status: Status, argument: str) -> str:
     """What a person types next."""
     if status.state == "complete":
-        if any(name.startswith("evaluation/") for name in status.outstanding):
-            return f"milepost resubmit-evaluations {argument}"
         return f"milepost report {argument}"
     if status.state == "unknown":
         return f"milepost run {argument}" if argument.endswith(".toml") else "milepost run FILE"

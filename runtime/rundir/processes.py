@@ -178,11 +178,21 @@ def kill_exactly(pid: int, started: float, signum: int = signal.SIGKILL) -> bool
     return True
 
 
+_SWEEPS = 5
+
+
 def kill_children(pid: int | None = None) -> None:
-    """SIGKILL every descendant of a process (default: this one), pid by pid."""
+    """SIGKILL every descendant of a process (default: this one), pid by pid.
+
+    Looks again until there is none: one of them may start another while it is being listed.
+    """
     parent = os.getpid() if pid is None else pid
-    for child, (started, _) in _descendants(parent, "child").items():
-        kill_exactly(child, started)
+    for _ in range(_SWEEPS):
+        found = _descendants(parent, "child")
+        if not found:
+            return
+        for child, (started, _) in found.items():
+            kill_exactly(child, started)
 
 
 def owned_environment(

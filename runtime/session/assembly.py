@@ -82,46 +82,32 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     context = ground.context
     local_ray = LocalRay(ground.scratch)
     try:
-        prepared = await _prepare_beside(ground, local_ray)
+        prepared, trainer = await _prepare_beside(ground, local_ray)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
         engines = make_engines(context, prepared, ground.recorder)
         try:
-            trainer, facts = await _start_processes(ground, prepared, engines)
-            try:
-                async with _session(ground, prepared, engines, trainer, facts) as session:
-                    yield session
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await trainer.shutdown()
+            facts = await _load_and_start(ground, prepared, engines, trainer)
+            async with _session(ground, prepared, engines, trainer, facts) as session:
+                yield session
         finally:
             with anyio.CancelScope(shield=True):
+                await trainer.shutdown()
                 await engines.monitor.stop()
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(local_ray.stop)
 
 
-async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> Prepared:
-    """Prepare in a process of its own while Ray starts."""
-    made: list[Prepared] = []
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(anyio.to_thread.run_sync, local_ray.start)
-        with ground.recorder.timing.stage(Stage.PREPARE):
-            made.append(await prepare(ground.context.attempt))
-    take_signals_back()
-    return made[0]
-
-
-async def _start_processes(
-    ground: Ground, prepared: Prepared, engines: Engines
-) -> tuple[TrainerGroup, dict[str, object]]:
-    """Trainer and engines side by side: both import for seconds."""
+async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared, TrainerGroup]:
+    """Prepare in a process of its own while Ray and the trainer's ranks start: all import much."""
     context, timing = ground.context, ground.recorder.timing
     spec = context.spec
-    ground.view.doing("rendezvous")
-    started: list[tuple[TrainerGroup, dict[str, object]]] = []
+    made: list[Prepared] = []
+    started: list[TrainerGroup] = []
 
     async def start_trainer() -> None:
+        await anyio.to_thread.run_sync(local_ray.start)
+        take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
@@ -129,15 +115,31 @@ async def _start_processes(
                 epoch=context.epoch,
                 on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
             )
-            started.append((trainer, await trainer.load(prepared.model)))
+        started.append(trainer)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(start_trainer)
-        with timing.stage(Stage.START_ENGINES):
+        with timing.stage(Stage.PREPARE):
+            made.append(await prepare(context.attempt))
+    return made[0], started[0]
+
+
+async def _load_and_start(
+    ground: Ground, prepared: Prepared, engines: Engines, trainer: TrainerGroup
+) -> dict[str, object]:
+    """The model into the trainer, the engines beside it; facts about the model."""
+    facts: dict[str, object] = {}
+    ground.view.doing("rendezvous")
+
+    async def load() -> None:
+        facts.update(await trainer.load(prepared.model))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load)
+        with ground.recorder.timing.stage(Stage.START_ENGINES):
             await engines.monitor.start_engines()
-    trainer, facts = started[0]
     ground.recorder.lifecycle.record(Event.TRAINER_STARTED, facts=facts)
-    return trainer, facts
+    return facts
 
 
 @asynccontextmanager

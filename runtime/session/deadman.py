@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from runtime.clock import Clock, SystemClock
+from runtime.errors import StoreError
 from runtime.rundir.attempt import GuardFile
 from runtime.rundir.enter import own_epoch
 from runtime.rundir.layout import AttemptDir
@@ -28,6 +29,8 @@ EXIT_GUARD_GONE = 75
 """Exit status of a process that its dead-man's switch ended."""
 
 _PARTING_S = 5.0
+_PREFIX = "mp-"
+_FIFO = "guard"
 
 
 class Switch:
@@ -35,8 +38,8 @@ class Switch:
 
     def __init__(self) -> None:
         # In the temporary folder: an output root may lie on a file system without FIFOs.
-        self._folder = Path(tempfile.mkdtemp(prefix="mp-"))
-        self.path = self._folder / "guard"
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.path = self._folder / _FIFO
         os.mkfifo(self.path, 0o600)
         # Opened for both, or opening would wait for a reader; not inherited across exec.
         self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
@@ -58,6 +61,22 @@ class Switch:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def sweep(attempt: AttemptDir) -> None:
+    """Remove the switch of a guard of this host that could not remove it itself. Idempotent.
+
+    Args:
+        attempt: of an epoch that is over; its processes have been reaped.
+    """
+    try:
+        guard = GuardFile.read(attempt)
+    except StoreError:
+        return  # it never announced itself, so it left nothing
+    folder = Path(guard.fifo).parent
+    is_here = HostBoot(guard.host, guard.boot_id) == HostBoot.here()
+    if is_here and folder.name.startswith(_PREFIX) and Path(guard.fifo).name == _FIFO:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def watch(

@@ -35,6 +35,7 @@ from runtime.rundir.processes import (
     reap,
 )
 from runtime.rundir.records import Activity, EndRecord, EpochRecord
+from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
 from runtime.session.outcome import KilledBy, judge
@@ -127,6 +128,7 @@ class Guard:
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
+            deadman.sweep(self._root.attempt(before.attempt))
         try:
             choice, problem = self._choose(self._root, records), None
         except StoreError as error:

@@ -7,6 +7,7 @@ checked, not made again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -59,6 +60,10 @@ class Prepared(BaseModel):
     num_prompts: int
     longest_prompt_tokens: int
     sets: dict[str, PreparedSet]
+    asked: str = ""
+    """Digest of what the run file says about it."""
+    sources: dict[str, tuple[int, int]] = {}
+    """Size and modification time (ns) of every file outside the output root that went in."""
 
     @classmethod
     def read(cls, root: RunRoot) -> Prepared | None:
@@ -84,11 +89,17 @@ def receipt_path(root: RunRoot) -> Path:
 async def prepare(attempt: AttemptDir) -> Prepared:
     """Run the preparation in its own process and read its receipt.
 
+    Where a receipt stands and nothing that went in has been touched since, that is the answer.
+
     Raises:
         ConfigError: if model or data cannot be used, with the process's own message.
         WaitTimeout: if it takes longer than half an hour.
         SessionLost: if the process died without a word.
     """
+    spec = RunSpec.model_validate_json(attempt.run.read_bytes())
+    standing = Prepared.read(attempt.root)
+    if standing is not None and _is_untouched(standing, spec):
+        return standing
     command = [sys.executable, "-m", "runtime.session.preparing", str(attempt.path)]
     try:
         with anyio.fail_after(_DEADLINE_S):
@@ -152,9 +163,51 @@ def run_preparation(spec: RunSpec, root: RunRoot) -> Prepared:
         num_prompts=main.num_prompts,
         longest_prompt_tokens=main.longest_prompt_tokens,
         sets=sets,
+        asked=_asked(spec),
+        sources={str(path): _stamp(path) for path in _sources(spec)},
     )
     write_json(receipt_path(root), receipt.model_dump(mode="json"), durable=True)
     return receipt
+
+
+def _asked(spec: RunSpec) -> str:
+    """Digest of the fields that decide what is prepared."""
+    said = spec.model_dump(mode="json", include={"seed", "model", "data", "evaluation", "reward"})
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _sources(spec: RunSpec) -> list[Path]:
+    """Files of the author's that go in; a folder counts by what identifies its content."""
+    named = [spec.model.chat_template, spec.data.train]
+    named += [section.prompts for section in spec.evaluation.sets.values()]
+    folders = [spec.model.path, spec.model.tokenizer or spec.model.path]
+    inside = [
+        Path(folder) / name
+        for folder in folders
+        if folder is not None
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+    ]
+    return [Path(path) for path in named if path is not None] + inside
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and modification time; (-1, -1) for what is not there."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return -1, -1
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _is_untouched(receipt: Prepared, spec: RunSpec) -> bool:
+    """The receipt answers this run file, its sources stand as they were, its copies are there."""
+    copies = [receipt.data, *(found.data for found in receipt.sets.values())]
+    return (
+        receipt.asked == _asked(spec)
+        and receipt.sources == {str(path): _stamp(path) for path in _sources(spec)}
+        and Path(receipt.model, "config.json").is_file()
+        and all(Path(path).is_file() for path in copies)
+    )
 
 
 def _recipe(spec: RunSpec, root: RunRoot) -> Laptop | None:

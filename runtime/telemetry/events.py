@@ -179,7 +179,7 @@ class Event(StrEnum):
     EXPORT_FINISHED = "export.finished", "A Hugging Face folder stands, verified."
     EXPORT_FAILED = (
         "export.failed",
-        "The export could not be written; `milepost export` repeats it.",
+        "The export could not be written; the session tries it again.",
     )
     CACHE_RESTORED = "cache.restored", "Compiler caches were unpacked for a warm start."
     CACHE_PUBLISHED = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,42 @@ class TrainBatch:
     sequences: tuple[Sequence, ...]
     consumed_digest: str
     """Running digest of (update, group id) after this batch, as the ledger has it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Thousands of small arrays are slow to send: they travel as a few long ones.
+        return _unpacked, (self.update, self.consumed_digest, *_packed(self.sequences))
+
+
+_PER_TOKEN = ("tokens", "logprobs", "mask", "span_ends", "span_updates")
+_PER_SEQUENCE = ("prompt_len", "advantage", "prefill_update", "group", "is_equal")
+_EMPTY = {"logprobs": np.float32, "mask": np.float32}
+
+
+def _packed(
+    sequences: tuple[Sequence, ...],
+) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
+    """Each array field as one array with its lengths, each scalar field as a list."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name in _PER_TOKEN:
+        parts = [getattr(sequence, name) for sequence in sequences]
+        empty = np.empty(0, _EMPTY.get(name, np.int32))
+        arrays[name] = np.concatenate(parts) if parts else empty
+        arrays[f"{name}/lengths"] = np.array([len(part) for part in parts], np.int64)
+    return arrays, {name: [getattr(s, name) for s in sequences] for name in _PER_SEQUENCE}
+
+
+def _unpacked(
+    update: int, digest: str, arrays: dict[str, NDArray[Any]], scalars: dict[str, list[Any]]
+) -> TrainBatch:
+    """The batch again; its arrays are views."""
+    parts = {
+        name: np.split(arrays[name], np.cumsum(arrays[f"{name}/lengths"])[:-1])
+        for name in _PER_TOKEN
+    }
+    count = len(arrays["tokens/lengths"])
+    fields = parts | scalars
+    sequences = tuple(Sequence(**{name: fields[name][i] for name in fields}) for i in range(count))
+    return TrainBatch(update=update, sequences=sequences, consumed_digest=digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
