@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: run test check fmt docs drill venv bench
+.PHONY: venv run test check fmt
 
 venv: $(STAMP)
 

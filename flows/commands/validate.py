@@ -26,6 +26,7 @@ def validate(
     loaded = load_or_exit(file, sets, as_json=as_json, debug=debug)
     plan = make_plan(loaded)
     report = check_inputs(loaded.spec)
+    _check_keepalive(loaded, report)
     problems = [_problem(loaded, *each) for each in report.problems]
     if as_json:
         typer.echo(json.dumps(_answer(plan, report, problems)))
@@ -36,6 +37,27 @@ def validate(
         else:
             typer.echo(f"{loaded.spec.name}: no problems found")
     raise typer.Exit(1 if problems else 0)
+
+
+def _check_keepalive(loaded: LoadedRun, report: InputReport) -> None:
+    """Engines must keep idle connections longer than our clients reuse them."""
+    from runtime.engines.keepalive import (
+        CLIENT_KEEPALIVE_S,
+        SERVER_KEEPALIVE_S,
+        check_keepalive_order,
+    )
+    from runtime.errors import ConfigError
+
+    server_s = float(loaded.spec.rollout.engine_args.get("keepalive_s", SERVER_KEEPALIVE_S))
+    try:
+        check_keepalive_order(server_s=server_s)
+    except ConfigError as error:
+        report.problems.append(("rollout.engine_args.keepalive_s", error.message))
+    else:
+        report.checked.append(
+            f"keep-alive: engines keep idle connections {server_s:g} s, "
+            f"clients reuse them for {CLIENT_KEEPALIVE_S:g} s"
+        )
 
 
 def _problem(loaded: LoadedRun, field: str, message: str) -> Problem:

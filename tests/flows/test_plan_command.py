@@ -92,6 +92,17 @@ def test_validate_lists_problems_of_inputs_with_their_line(tmp_path: Path) -> No
     assert milepost("plan", str(path)).returncode == 0
 
 
+@pytest.mark.parametrize(("seconds", "code"), [(5.0, 1), (10.0, 0)])
+def test_validate_holds_engines_to_the_keepalive_order(seconds: float, code: int) -> None:
+    done = milepost(
+        "validate", LAPTOP, "--json", "--set", f"rollout.engine_args = {{keepalive_s = {seconds}}}"
+    )
+    answer = json.loads(done.stdout)
+    assert done.returncode == code, answer
+    named = [problem["field"] for problem in answer["problems"]]
+    assert named == (["rollout.engine_args.keepalive_s"] if code else [])
+
+
 def test_validate_skips_mounts_and_lists_what_is_missing() -> None:
     answer = json.loads(milepost("validate", "configs/presets/node.toml", "--json").stdout)
     assert answer["ok"]
