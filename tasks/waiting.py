@@ -6,6 +6,7 @@ epoch, at most three without a commit between them (``runtime.session.ensure`` c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +22,13 @@ from runtime.session.ensure import ensure
 from runtime.session.steps import Step
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
-from tasks.phases import show_held
+from tasks.phases import enter_phase, show_held
 
 RETRIES = 3
 RETRY_DELAYS_S = [1.0, 5.0, 15.0]
-POLL_S = 20.0
+POLL_S = 5.0
+"""Progress is shown this often at least."""
+HELD_POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +63,23 @@ def until_done(
         WaitTimeout: if nothing moved for longer than any stage may take.
     """
     if (task_run.run_count or 1) > 1:
-        start_run(run.loaded, reason="the run was lost", lost_attempt=_newest_attempt(run))
+        _take_up(run, step)
     deadline_s = _deadline_s(run)
+    held: str | None = None
     while True:
         match ensure(run.root, step, timeout_s=POLL_S, deadline_s=deadline_s):
             case Done(receipt=receipt):
                 return Outcome(receipt=receipt)
             case Running() as running:
+                if held is not None:
+                    held = None
+                    enter_phase("Training")
                 show(running)
             case Held(failure=failure):
-                show_held(run, failure)
+                if failure.id != held:
+                    held = failure.id
+                    show_held(run, failure)
+                time.sleep(HELD_POLL_S)
             case Rewound(to=to):
                 return Outcome(receipt=None, rewound_to=to)
             case Lost(reason=reason):
@@ -80,9 +90,11 @@ def until_done(
                 )
 
 
-def _newest_attempt(run: RunHandle) -> int | None:
-    numbers = run.root.attempt_numbers()
-    return numbers[-1] if numbers else None
+def _take_up(run: RunHandle, step: Step) -> None:
+    """Start the next epoch of a run that is still lost; another flow may have been faster."""
+    answer = ensure(run.root, step, timeout_s=0.0)
+    if isinstance(answer, Lost):
+        start_run(run.loaded, reason="the run was lost", lost_attempt=answer.attempt)
 
 
 def _deadline_s(run: RunHandle) -> float:

@@ -19,7 +19,7 @@ from runtime.rundir import workflow
 from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control, StopMode, epoch_to_stop
 from runtime.rundir.layout import RunRoot
-from runtime.session.answers import Running
+from runtime.session.answers import Held, Lost, Running
 from runtime.session.ensure import ensure
 from runtime.telemetry.progress import RunProgress
 
@@ -62,15 +62,16 @@ class Attached:
             view = workflow.read(self.root)
             if view is not None:
                 progress.show(view.model_dump(mode="json"))
-            if isinstance(answer, Running) or type(answer).__name__ == "Held":
-                lost_since = None
-            elif type(answer).__name__ == "Lost":
-                # A new epoch is the flow's to start; without it the run is left as it is.
-                lost_since = lost_since or time.monotonic()
-                if not flow.is_alive() or time.monotonic() - lost_since > _LOST_PATIENCE_S:
+            match answer:
+                case Running() | Held():
+                    lost_since = None
+                case Lost():
+                    # A new epoch is the flow's to start; without it the run is left as it is.
+                    lost_since = lost_since or time.monotonic()
+                    if not flow.is_alive() or time.monotonic() - lost_since > _LOST_PATIENCE_S:
+                        return
+                case _:
                     return
-            else:
-                return
             time.sleep(0.5)
 
     def _run_flow(self) -> None:
