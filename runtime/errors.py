@@ -13,8 +13,8 @@ RunError                      base: retry, next_check, detail
 │  ├─ OverloadError           GROUP    the engine refused: queue full, evicted, 429
 │  ├─ UnavailableError        GROUP    no healthy engine at the moment
 │  └─ GenerationTimeout       GROUP    a typed waiting, running or request deadline passed
-├─ ServingStopped             NOBODY   the stop rule: half of all group attempts failed for 5
-minutes ├─ EngineError                SESSION
+├─ ServingStopped             NOBODY   the stop rule: half of all attempts failed for 5 minutes
+├─ EngineError                SESSION
 │  ├─ EngineDead              SESSION  the server or its actor is gone
 │  ├─ EngineRefused           SESSION  a control call was answered with an error
 │  └─ PublicationFailed       SESSION  no engine was verified at the new policy

@@ -98,6 +98,8 @@ def _take_up(run: RunHandle, step: Step) -> None:
 
 
 def _deadline_s(run: RunHandle) -> float:
-    """Longest time without any progress that is no failure: the longest single stage there is."""
-    rollout = run.loaded.spec.rollout
-    return max(rollout.waiting_deadline + rollout.running_deadline, 3600.0)
+    """Longest time without progress that is no failure: twice the longest single stage there is."""
+    spec = run.loaded.spec
+    collection = spec.rollout.waiting_deadline + spec.rollout.running_deadline
+    evaluation = spec.rollout.drain_deadline + spec.evaluation.deadline
+    return 2 * max(collection, evaluation, 1800.0)

@@ -135,6 +135,31 @@ class Publisher:
             swap = Swap(self._parts, log, snapshot.policy, [target], "refresh")
             return await self._closed("bring_up", swap, self._bring_up(swap, snapshot))
 
+    async def mend(self, target: Target, policy: PolicyId) -> Decision:
+        """Bring one restarted engine to the published policy from the trainer; the others go on.
+
+        For transports that keep no snapshot. A failure halts nothing: the engine is ended, and the
+        next incarnation may try again.
+
+        Args:
+            target: an incarnation that serves nothing yet.
+            policy: the published one, which the trainer holds exactly and will until this returns.
+
+        Raises:
+            PublicationFailed: if the engine was not verified (it is gone then), or a publication
+                waits for its retry.
+            RunError: whatever the trainer's side raised.
+        """
+        async with self._lock:
+            if self._is_halted or policy != self._published:
+                raise PublicationFailed(
+                    f"engine {target.slot} cannot be mended at {policy}: published is "
+                    f"{self._published}{', and a publication waits for its retry' * self._is_halted}"
+                )
+            log = StageLog(policy, self._clock, self._stage_log)
+            swap = Swap(self._parts, log, policy, [target], "refresh")
+            return await self._closed("bring_up", swap, self._mend(swap))
+
     async def close(self) -> None:
         """Drop snapshots and groups; waits for a publication under way."""
         async with self._lock:
@@ -163,13 +188,23 @@ class Publisher:
     async def _bring_up(self, swap: Swap, snapshot: Snapshot) -> None:
         try:
             await swap.reuse(snapshot)
-            await swap.pause()
-            await swap.transfer()
-            await swap.verify()
-            await swap.set_policy()
-            await swap.resume()
+            await self._swap_in(swap)
         finally:
             await swap.kill_failed()
+
+    async def _mend(self, swap: Swap) -> None:
+        try:
+            await swap.prepare()
+            await self._swap_in(swap)
+        finally:
+            await swap.kill_failed()
+
+    async def _swap_in(self, swap: Swap) -> None:
+        await swap.pause()
+        await swap.transfer()
+        await swap.verify()
+        await swap.set_policy()
+        await swap.resume()
 
     def _snapshot_for(self, target: Target, policy: PolicyId) -> Snapshot:
         if not self._transport.brings_up_one:

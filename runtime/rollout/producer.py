@@ -380,6 +380,11 @@ class Producer:
                 )
             )
 
+    @property
+    def progress_at(self) -> float:
+        """When anything last happened to any group, on this process's monotonic clock."""
+        return self._progress_at
+
     # --- Looking ----------------------------------------------------------------------------
 
     def occupancy(self) -> dict[str, float | str | None]:

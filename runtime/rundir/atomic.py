@@ -44,7 +44,9 @@ def write_new(path: Path, data: bytes) -> None:
         _fill(temporary, data, durable=True)
         point("link", path)
         try:
-            os.link(temporary, path)
+            # A folder can be full too: its new entry may need a block.
+            with disk_full_as_error(path):
+                os.link(temporary, path)
         except FileExistsError:
             # A network file system may answer "exists" to our own link if its answer got lost.
             if not temporary.samefile(path):

@@ -68,9 +68,16 @@ class Session:
         return end
 
     async def watch_for_ever(self) -> None:
-        """Look for requests to end; interrupts a wait for a collection, nothing else."""
+        """Look for requests to end; interrupts a wait for a collection, nothing else.
+
+        Groups that move are progress too: a collection may take longer than anybody's patience.
+        """
+        moved_at = 0.0
         while True:
             await anyio.sleep(_WATCH_S)
+            if self._parts.producer.progress_at != moved_at:
+                moved_at = self._parts.producer.progress_at
+                self._parts.view.moved(f"update {self._update}, groups under way")
             end = self._parts.signals.end_requested() or self._over_time()
             if end is not None:
                 self._asked = end

@@ -40,6 +40,7 @@ from runtime.session.context import Context
 from runtime.session.preparing import Prepared
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
+from runtime.waits import stretched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
             owner=_owner(context, prepared, slot, api_key),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=300.0,
+            start_deadline_s=stretched("readiness", 300.0),
         )
         for slot in range(spec.rollout.engines)
     }

@@ -31,7 +31,7 @@ from runtime.waits import stretched
 START_DEADLINE_S = 120.0
 """From spawn to the first answer: imports, weights, one check of the decode step."""
 
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 3.0
 """From the closed pipe to SIGKILL."""
 
 MAX_LOG_TAIL = 2000

@@ -389,6 +389,24 @@ def test_a_failed_bring_up_ends_that_engine_and_no_other(house):
     anyio.run(main)
 
 
+@pytest.mark.parametrize("stage", ["pause", "update_from_disk", "checksums", "set_policy"])
+def test_a_failed_mend_ends_that_engine_and_halts_nothing(house, stage):
+    async def main():
+        home = house(2)
+        await home.publish(P1)
+        home.faults.plan[1, stage] = "refuse"
+        with pytest.raises(PublicationFailed):
+            await home.publisher.mend(target(home.engines[1], home.faults), P1)
+        assert home.journal.of("kill") == [1]
+        assert home.publisher.published == P1
+        assert not home.publisher.is_halted
+        assert home.serves(home.engines[0], P1)
+        with pytest.raises(PublicationFailed, match="published is"):
+            await home.publisher.mend(target(home.engines[0]), P2)
+
+    anyio.run(main)
+
+
 def test_bring_up_is_refused_before_anything_is_published_and_while_halted(house):
     async def main():
         home = house(1)

@@ -30,7 +30,7 @@ class Client:
 
 
 class Publisher:
-    """Keeps: a failure halts it until one succeeds; a decision names who was verified."""
+    """Keeps: a failed publication halts it until one succeeds; decisions name the verified."""
 
     brings_up_one = True
 
@@ -48,13 +48,17 @@ class Publisher:
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
-        return self._decide(policy, [target])
+        return self._decide(policy, [target], halts=False)
 
-    def _decide(self, policy: PolicyId, targets: Sequence[Target]) -> Any:
+    async def mend(self, target: Target, policy: PolicyId) -> Any:
+        self.calls["mend"] += 1
+        return self._decide(policy, [target], halts=False)
+
+    def _decide(self, policy: PolicyId, targets: Sequence[Target], *, halts: bool = True) -> Any:
         self.targets = [target.slot for target in targets]
         if self.fails:
             self.fails -= 1
-            self.is_halted = True
+            self.is_halted = halts or self.is_halted
             raise PublicationFailed("no engine was verified")
         self.is_halted = False
         verified = [SimpleNamespace(slot=t.slot, incarnation=t.incarnation) for t in targets]
@@ -161,16 +165,18 @@ async def test_a_restarted_engine_is_mended_to_the_published_policy() -> None:
     assert published.publisher.targets == [0]
 
 
-async def test_an_engine_that_cannot_be_mended_is_left_to_the_publisher_and_tried_again() -> None:
+@pytest.mark.parametrize("brings_up_one", [True, False])
+async def test_an_engine_that_cannot_be_mended_is_tried_again(brings_up_one: bool) -> None:
     published = Published()
+    published.publisher.brings_up_one = brings_up_one
     await published.it.publish(FIRST)
     published.pool.mark_dead(0, "a", "killed")
     published.pool.restarting(0)
     published.join(0, "c")
     published.publisher.fails = 1
-    published.publisher.is_halted = False
-    await mended(published, until=lambda: published.publisher.is_halted)
-    assert published.pool.state(0) is SlotState.STALE
+    await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
+    assert published.publisher.calls["bring_up" if brings_up_one else "mend"] == 2
+    assert not published.publisher.is_halted
 
 
 async def test_nothing_is_mended_while_a_failed_publication_waits_for_its_retry() -> None:

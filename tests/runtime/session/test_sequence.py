@@ -64,6 +64,7 @@ class Sessions:
                 snapshot=lambda: "segment",
             ),
             producer=SimpleNamespace(
+                progress_at=0.0,
                 take=self._take,
                 published=lambda policy: self._say(f"admit {policy.update}"),
                 consumed=lambda groups: None,
