@@ -152,9 +152,10 @@ class Publisher:
         """
         async with self._lock:
             if self._is_halted or policy != self._published:
+                halted = ", and a publication waits for its retry" if self._is_halted else ""
                 raise PublicationFailed(
                     f"engine {target.slot} cannot be mended at {policy}: published is "
-                    f"{self._published}{', and a publication waits for its retry' * self._is_halted}"
+                    f"{self._published}{halted}"
                 )
             log = StageLog(policy, self._clock, self._stage_log)
             swap = Swap(self._parts, log, policy, [target], "refresh")
