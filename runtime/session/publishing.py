@@ -10,7 +10,7 @@ import anyio
 
 from runtime.engines.monitor import HealthMonitor
 from runtime.engines.pool import EnginePool, LiveEngine, SlotState
-from runtime.errors import EngineDead, PublicationFailed
+from runtime.errors import EngineDead, RetryBy, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.publication.pausing import PublicationMode
@@ -104,7 +104,10 @@ class Publishing:
                 return  # the publication's own retry takes this engine along
             try:
                 decision = await self._catch_up(_target(engine), published)
-            except PublicationFailed as error:
+            except RunError as error:
+                # One engine that does not come up ends no session; a lost trainer does.
+                if error.retry is not RetryBy.SESSION:
+                    raise
                 _log.warning(Event.PUBLICATION_FAILED, slot=engine.slot, error=error.message)
                 return
             if decision is not None:
@@ -119,7 +122,7 @@ class Publishing:
             return await self.publisher.bring_up(target, published)
         if self._trainer_at != published:
             return None
-        return await self.publisher.publish(published, [target], mode="refresh")
+        return await self.publisher.join(target, published)
 
     async def _some_engines(self) -> list[LiveEngine]:
         """The living engines; waits while every one is being restarted within its budget."""

@@ -11,7 +11,7 @@ import pytest
 from runtime.clock import ManualClock, SystemClock
 from runtime.engines.pool import EnginePool, SlotState
 from runtime.engines.protocol import EngineAddress
-from runtime.errors import EngineDead, PublicationFailed
+from runtime.errors import EngineDead, PublicationFailed, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Target
 from runtime.rollout.gate import AdmissionGate
@@ -39,6 +39,7 @@ class Publisher:
         self.fails = 0
         self.calls: Counter[str] = Counter()
         self.targets: list[int] = []
+        self.join_errors: list[Exception] = []
 
     async def publish(self, policy: PolicyId, targets: Sequence[Target], **options: Any) -> Any:
         self.calls["publish"] += 1
@@ -48,6 +49,12 @@ class Publisher:
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
+        return self._decide(policy, [target])
+
+    async def join(self, target: Target, policy: PolicyId) -> Any:
+        self.calls["join"] += 1
+        if self.join_errors:
+            raise self.join_errors.pop()
         return self._decide(policy, [target])
 
     def _decide(self, policy: PolicyId, targets: Sequence[Target]) -> Any:
@@ -171,6 +178,19 @@ async def test_an_engine_that_cannot_be_mended_is_left_to_the_publisher_and_trie
     published.publisher.is_halted = False
     await mended(published, until=lambda: published.publisher.is_halted)
     assert published.pool.state(0) is SlotState.STALE
+
+
+async def test_an_engine_that_does_not_come_up_in_time_ends_no_session() -> None:
+    published = Published()
+    published.publisher.brings_up_one = False
+    await published.it.publish(FIRST)
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.restarting(0)
+    published.join(0, "c")
+    published.publisher.join_errors = [WaitTimeout("the transfer")]
+    await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
+    assert published.publisher.calls == {"publish": 1, "join": 2}
+    assert published.publisher.targets == [0]
 
 
 async def test_nothing_is_mended_while_a_failed_publication_waits_for_its_retry() -> None:
