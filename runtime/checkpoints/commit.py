@@ -158,6 +158,7 @@ class Committer:
         await self._wait_idle()
         waited_s = self._clock.monotonic() - start
         if self._parent is not None and self._parent.policy == str(policy):
+            self._failure = None  # of what follows a commit, such as retention: this one stands
             return Boundary(update=policy.update, waited_s=waited_s, stall_s=0.0, num_bytes=0)
         try:
             # Before the copy: one that is never written would hold its memory for ever.
