@@ -88,8 +88,12 @@ class Session:
         if not parts.restored:
             await parts.steps.run("checkpoint/0", self._commit_initial)
         self._staged = self._update
-        if self._update and evaluation_due(parts.context.spec, self._update):
-            await self._evaluate()  # the attempt before may have ended between commit and result
+        # The attempt before may have ended between commit and result. What the run's end owes is
+        # the final evaluation's, whose failure holds nothing.
+        spec = parts.context.spec
+        has_final = self._rules.reached(self._update) is not None and spec.evaluation.final
+        if self._update and evaluation_due(spec, self._update) and not has_final:
+            await self._evaluate()
         parts.view.doing(self._segment, state="training")
         parts.recorder.lifecycle.record(Event.SESSION_READY, update=self._update)
         parts.producer.published(self.policy)

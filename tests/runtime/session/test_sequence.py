@@ -249,6 +249,16 @@ async def test_a_restored_session_makes_no_commit_0_and_evaluates_what_it_owes(
     assert sessions.said[:4] == ["publish 4", "evaluate 4", "admit 4", "train 5"]
 
 
+async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=4", EVALUATES, update=4)
+    assert await sessions.run() is EndedBy.MAX_UPDATES
+    assert sessions.said == [
+        "publish 4", "admit 4", "end max_updates", "close producer", "final 4",
+    ]  # fmt: skip
+
+
 async def test_the_last_collection_may_be_short_and_ends_with_the_data(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path, "core.max_updates=50", EXPORTS, num_prompts=5)
     assert await sessions.run() is EndedBy.DATA
