@@ -52,7 +52,7 @@ class Publishing:
 
         Raises:
             PublicationFailed: if no engine was verified.
-            EngineDead: if there is no engine, and none is being restarted.
+            EngineDead: if an engine is dead and its restarts are used up.
         """
         self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
         async with self._weights, self.gate.publication():
@@ -125,15 +125,21 @@ class Publishing:
         return await self.publisher.join(target, published)
 
     async def _some_engines(self) -> list[LiveEngine]:
-        """The living engines; waits while every one is being restarted within its budget."""
-        while not (engines := self.pool.live()):
-            if len(self.monitor.lost_slots) == len(self.pool.views()):
+        """The living engines; waits while every one is being restarted within its budget.
+
+        A run that goes on without an engine for good would only be slower, and say so nowhere: it
+        is held, whatever the others do.
+        """
+        while True:
+            if lost := self.monitor.lost_slots:
                 raise EngineDead(
-                    "no engine lives and the restart budget of this hour is used up "
-                    "(health.restarts_per_hour)"
+                    f"engine slots {lost} are dead and the restart budget of this hour is used up "
+                    "(health.restarts_per_hour)",
+                    slots=lost,
                 )
+            if engines := self.pool.live():
+                return engines
             await anyio.sleep(_MEND_POLL_S)
-        return engines
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")

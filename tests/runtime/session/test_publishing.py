@@ -147,13 +147,15 @@ async def test_it_waits_while_every_engine_is_being_restarted() -> None:
     assert published.pool.state(1) is SlotState.HEALTHY
 
 
-async def test_no_engine_and_no_restart_left_is_said_so() -> None:
+@pytest.mark.parametrize("lost", [[0, 1], [1]])
+async def test_an_engine_without_a_restart_left_holds_the_next_update(lost: list[int]) -> None:
     published = Published()
-    published.pool.mark_dead(0, "a", "killed")
-    published.pool.mark_dead(1, "b", "killed")
-    published.monitor.lost_slots = [0, 1]
+    for slot in lost:
+        published.pool.mark_dead(slot, "ab"[slot], "killed")
+    published.monitor.lost_slots = lost
     with pytest.raises(EngineDead, match="restart budget"):
         await published.it.publish(FIRST)
+    assert published.publisher.calls["publish"] == 0
 
 
 async def test_a_restarted_engine_is_mended_to_the_published_policy() -> None:
