@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
 from uuid import UUID
 
@@ -134,11 +135,14 @@ def _rows(run: RunHandle) -> Iterator[dict[str, Any]]:
             for line in file:
                 if '"rollout/collection"' not in line or not line.endswith("\n"):
                     continue
-                row = json.loads(line)
-                standing = newest.get(row["step"])
-                if standing is None or row["epoch"] >= standing["epoch"]:
-                    newest[row["step"]] = row
+                with suppress(ValueError):  # half a line is what a full disk or a kill leaves
+                    row = json.loads(line)
+                    newest[row["step"]] = _newer(row, newest.get(row["step"]))
     yield from (newest[step] for step in sorted(newest))
+
+
+def _newer(row: dict[str, Any], standing: dict[str, Any] | None) -> dict[str, Any]:
+    return row if standing is None or row["epoch"] >= standing["epoch"] else standing
 
 
 def _rounded(value: object) -> float | None:

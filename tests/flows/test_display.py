@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -47,6 +48,19 @@ def test_a_server_that_does_not_answer_is_no_order_to_stop(monkeypatch) -> None:
     monkeypatch.setattr(phases, "get_client", raising(httpx.ConnectError("refused")))
     with pytest.raises(TerminationSignal), phases.stopping_when_cancelled(nullcontext()):  # type: ignore[arg-type]
         raise TerminationSignal(signal=15)
+
+
+def test_half_a_row_costs_the_table_that_row(tmp_path) -> None:
+    rows = [
+        {"axis": "rollout/collection", "step": step, "epoch": epoch, "values": {}}
+        for step, epoch in ((1, 1), (2, 2), (2, 1))
+    ]
+    whole = "".join(f"{json.dumps(row)}\n" for row in rows)
+    torn = json.dumps(rows[0])[:-9] + "\n"
+    (tmp_path / "metrics.jsonl").write_text(torn + whole)
+    run = SimpleNamespace(root=SimpleNamespace(path=tmp_path))
+    found = list(artifacts._rows(run))  # type: ignore[arg-type]
+    assert found == rows[:2]
 
 
 def test_what_the_run_says_goes_through() -> None:
