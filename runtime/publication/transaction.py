@@ -135,26 +135,6 @@ class Publisher:
             swap = Swap(self._parts, log, snapshot.policy, [target], "refresh")
             return await self._closed("bring_up", swap, self._bring_up(swap, snapshot))
 
-    async def join(self, target: Target, policy: PolicyId) -> Decision:
-        """Bring one restarted engine to the published policy, from a trainer that still holds it.
-
-        For transports that keep no snapshot. Like ``bring_up`` it touches no other engine: those
-        go on serving whatever comes of it, and the engine is ended when it cannot be verified.
-
-        Raises:
-            PublicationFailed: if the engine was not verified (it is gone then), ``policy`` is not
-                the published one, or a publication waits for its retry.
-            RunError: whatever the trainer's side raised.
-        """
-        async with self._lock:
-            if self._is_halted or policy != self._published:
-                raise PublicationFailed(
-                    f"engine {target.slot} cannot join at {policy}: published is {self._published}"
-                )
-            log = StageLog(policy, self._clock, self._stage_log)
-            swap = Swap(self._parts, log, policy, [target], "refresh")
-            return await self._closed("bring_up", swap, self._bring_up(swap, None))
-
     async def close(self) -> None:
         """Drop snapshots and groups; waits for a publication under way."""
         async with self._lock:
@@ -180,12 +160,9 @@ class Publisher:
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
 
-    async def _bring_up(self, swap: Swap, snapshot: Snapshot | None) -> None:
+    async def _bring_up(self, swap: Swap, snapshot: Snapshot) -> None:
         try:
-            if snapshot is None:
-                await swap.prepare()
-            else:
-                await swap.reuse(snapshot)
+            await swap.reuse(snapshot)
             await swap.pause()
             await swap.transfer()
             await swap.verify()

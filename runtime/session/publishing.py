@@ -122,7 +122,7 @@ class Publishing:
             return await self.publisher.bring_up(target, published)
         if self._trainer_at != published:
             return None
-        return await self.publisher.join(target, published)
+        return await self.publisher.publish(published, [target], mode="refresh")
 
     async def _some_engines(self) -> list[LiveEngine]:
         """The living engines; waits while every one is being restarted within its budget.

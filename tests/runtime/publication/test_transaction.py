@@ -389,43 +389,6 @@ def test_a_failed_bring_up_ends_that_engine_and_no_other(house):
     anyio.run(main)
 
 
-def test_an_engine_that_fails_to_join_halts_nothing(house):
-    async def main():
-        home = house(2)
-        await home.publish(P1)
-        home.faults.plan[1, "update_from_disk"] = "torn"
-        with pytest.raises(PublicationFailed):
-            await home.publisher.join(home.targets()[1], P1)
-        assert home.engines[1].is_dead
-        assert home.serves(home.engines[0], P1)
-        assert not home.publisher.is_halted
-        drained = []
-
-        async def drain() -> None:
-            drained.append(True)
-
-        await home.publish(P2, mode="drain", drain=drain)
-        assert drained == [True]
-        await home.publisher.close()
-
-    anyio.run(main)
-
-
-def test_an_engine_joins_only_at_what_is_published(house):
-    async def main():
-        home = house(2)
-        await home.publish(P1)
-        decision = await home.publisher.join(home.targets()[1], P1)
-        assert (decision.kind, [v.slot for v in decision.verified]) == ("bring_up", [1])
-        assert home.serves(home.engines[1], P1)
-        with pytest.raises(PublicationFailed, match=r"published is e1\.u1"):
-            await home.publisher.join(home.targets()[1], P2)
-        assert not home.engines[1].is_dead
-        await home.publisher.close()
-
-    anyio.run(main)
-
-
 def test_bring_up_is_refused_before_anything_is_published_and_while_halted(house):
     async def main():
         home = house(1)

@@ -39,7 +39,6 @@ class Publisher:
         self.fails = 0
         self.calls: Counter[str] = Counter()
         self.targets: list[int] = []
-        self.join_errors: list[Exception] = []
 
     async def publish(self, policy: PolicyId, targets: Sequence[Target], **options: Any) -> Any:
         self.calls["publish"] += 1
@@ -49,12 +48,6 @@ class Publisher:
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
-        return self._decide(policy, [target])
-
-    async def join(self, target: Target, policy: PolicyId) -> Any:
-        self.calls["join"] += 1
-        if self.join_errors:
-            raise self.join_errors.pop()
         return self._decide(policy, [target])
 
     def _decide(self, policy: PolicyId, targets: Sequence[Target]) -> Any:
@@ -184,15 +177,20 @@ async def test_an_engine_that_cannot_be_mended_is_left_to_the_publisher_and_trie
 
 async def test_an_engine_that_does_not_come_up_in_time_ends_no_session() -> None:
     published = Published()
-    published.publisher.brings_up_one = False
     await published.it.publish(FIRST)
     published.pool.mark_dead(0, "a", "killed")
     published.pool.restarting(0)
     published.join(0, "c")
-    published.publisher.join_errors = [WaitTimeout("the transfer")]
+    bring_up, late = published.publisher.bring_up, [WaitTimeout("the transfer")]
+
+    async def slow_once(target: Target, policy: PolicyId) -> Any:
+        if late:
+            raise late.pop()
+        return await bring_up(target, policy)
+
+    published.publisher.bring_up = slow_once  # type: ignore[method-assign]
     await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
-    assert published.publisher.calls == {"publish": 1, "join": 2}
-    assert published.publisher.targets == [0]
+    assert not late
 
 
 async def test_nothing_is_mended_while_a_failed_publication_waits_for_its_retry() -> None:
