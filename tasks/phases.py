@@ -14,9 +14,8 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Running
 
-from runtime.rundir.chain import Chain
-from runtime.rundir.control import Control, epoch_to_stop
 from runtime.rundir.failure import Failure
+from runtime.session.stopping import ask_to_stop
 from tasks.display import SERVER_TROUBLE, only_display
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
@@ -67,10 +66,7 @@ def stopping_when_cancelled(run: RunHandle) -> Generator[None]:
         yield
     except TerminationSignal:
         if _is_being_cancelled():
-            records = Chain(run.root).read()
-            Control(run.root).request_stop(
-                "stop", epoch=epoch_to_stop(records), by="prefect cancellation", time=time.time()
-            )
+            ask_to_stop(run.root, "stop", by="prefect cancellation", time_s=time.time())
         raise
 
 
