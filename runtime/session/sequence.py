@@ -165,13 +165,14 @@ class Session:
         parts = self._parts
         spec = parts.context.spec
         end = self._rules.after(self._update, age_s=parts.context.age_s)
+        # Before its commit: a run that goes on from there never comes by this collection again.
+        parts.books.keep(collection)
         # A commit that could not be written is made good at once, on or off cadence.
         if commit_due(spec, self._update) or end is not None or parts.commits.failure is not None:
             await self._stage()
             parts.view.doing(self._segment)
         parts.view.update = self._update
         await self._publish()
-        parts.books.keep(collection)
         has_final = end is not None and end.owes_evaluation and spec.evaluation.final
         if evaluation_due(spec, self._update) and not has_final:
             await self._evaluate()
