@@ -118,8 +118,11 @@ def test_a_policy_that_is_committed_is_not_written_again(root):
 def test_trouble_after_the_record_does_not_keep_a_commit_that_stands_from_counting(root):
     async def main():
         async with anyio.create_task_group() as tasks:
-            run = await started(root, tasks)
+            run = TinyRun(root, take_over(root), tasks)
             run.error = PartialWrite("a record of the chain could not be read")
+            with pytest.raises(PartialWrite):
+                await run.begin()
+            await run.begin()
             run.train()
             await run.boundary()
             with pytest.raises(PartialWrite):
