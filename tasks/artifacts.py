@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
 from uuid import UUID
 
@@ -18,6 +19,7 @@ from prefect.artifacts import (
 from runtime.policy import PolicyId
 from runtime.rundir import workflow
 from runtime.session.answers import Running
+from tasks.display import only_display
 from tasks.handle import RunHandle, Stretch
 
 MAX_ROWS = 200
@@ -31,29 +33,34 @@ class StretchProgress:
     def __init__(self, run: RunHandle, stretch: Stretch) -> None:
         self._stretch = stretch
         self._shown = 0.0
-        created = create_progress_artifact(
-            progress=0.0, key=f"{run.key}-progress", description=stretch.title
-        )
-        self._id = cast(UUID, created)
+        self._id: UUID | None = None
+        with only_display("the progress bar"):
+            created = create_progress_artifact(
+                progress=0.0, key=f"{run.key}-progress", description=stretch.title
+            )
+            self._id = cast(UUID, created)
 
     def show(self, running: Running) -> None:
         """Move the bar to where the session is."""
-        if running.view is None:
+        if running.view is None or self._id is None:
             return
         done = running.view.update - self._stretch.after
         percent = round(100 * max(0, done) / (self._stretch.update - self._stretch.after))
         if percent > self._shown:
             self._shown = percent
-            update_progress_artifact(
-                artifact_id=self._id,
-                progress=float(min(percent, 100)),
-                description=f"{self._stretch.title}: update {running.view.update}, "
-                + ", ".join(f"{k} {v}" for k, v in running.view.detail.items()),
-            )
+            with only_display("progress"):
+                update_progress_artifact(
+                    artifact_id=self._id,
+                    progress=float(min(percent, 100)),
+                    description=f"{self._stretch.title}: update {running.view.update}, "
+                    + ", ".join(f"{k} {v}" for k, v in running.view.detail.items()),
+                )
 
     def finish(self) -> None:
         """The stretch is trained."""
-        update_progress_artifact(artifact_id=self._id, progress=100.0)
+        if self._id is not None:
+            with only_display("progress"):
+                update_progress_artifact(artifact_id=self._id, progress=100.0)
 
 
 def table_collections(run: RunHandle, stretch: Stretch) -> None:
@@ -64,9 +71,10 @@ def table_collections(run: RunHandle, stretch: Stretch) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    create_table_artifact(
-        table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
-    )
+    with only_display("the table of collections"):
+        create_table_artifact(
+            table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
+        )
 
 
 def _rows_of(run: RunHandle, stretch: Stretch) -> list[dict[str, object]]:
@@ -101,7 +109,8 @@ def summarise(run: RunHandle) -> str:
     lines += ["", f"- report: [report.html]({run.report().as_uri()})"]
     lines += [f"- run directory: `{run.root.path}`", f"- export: `{run.root.export}`"]
     text = "\n".join(lines)
-    create_markdown_artifact(markdown=text, key=f"{run.key}-summary", description="summary")
+    with only_display("the summary"):
+        create_markdown_artifact(markdown=text, key=f"{run.key}-summary", description="summary")
     return text
 
 
@@ -126,11 +135,14 @@ def _rows(run: RunHandle) -> Iterator[dict[str, Any]]:
             for line in file:
                 if '"rollout/collection"' not in line or not line.endswith("\n"):
                     continue
-                row = json.loads(line)
-                standing = newest.get(row["step"])
-                if standing is None or row["epoch"] >= standing["epoch"]:
-                    newest[row["step"]] = row
+                with suppress(ValueError):  # half a line is what a full disk or a kill leaves
+                    row = json.loads(line)
+                    newest[row["step"]] = _newer(row, newest.get(row["step"]))
     yield from (newest[step] for step in sorted(newest))
+
+
+def _newer(row: dict[str, Any], standing: dict[str, Any] | None) -> dict[str, Any]:
+    return row if standing is None or row["epoch"] >= standing["epoch"] else standing
 
 
 def _rounded(value: object) -> float | None:

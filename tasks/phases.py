@@ -9,14 +9,14 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Running
 
-from runtime.rundir.chain import Chain
-from runtime.rundir.control import Control, epoch_to_stop
 from runtime.rundir.failure import Failure
+from runtime.session.stopping import ask_to_stop
+from tasks.display import SERVER_TROUBLE, only_display
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
 
@@ -28,11 +28,8 @@ def enter_phase(name: str) -> None:
     """
     if not flow_run.id:
         return
-    try:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(UUID(str(flow_run.id)), Running(name=name), force=True)
-    except (PrefectException, OSError) as error:
-        get_run_logger().warning("phase %s could not be shown: %s", name, error)
+    with only_display(f"phase {name}"), get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(str(flow_run.id)), Running(name=name), force=True)
 
 
 def show_held(run: RunHandle, failure: Failure) -> None:
@@ -69,10 +66,7 @@ def stopping_when_cancelled(run: RunHandle) -> Generator[None]:
         yield
     except TerminationSignal:
         if _is_being_cancelled():
-            records = Chain(run.root).read()
-            Control(run.root).request_stop(
-                "stop", epoch=epoch_to_stop(records), by="prefect cancellation", time=time.time()
-            )
+            ask_to_stop(run.root, "stop", by="prefect cancellation", time_s=time.time())
         raise
 
 
@@ -80,6 +74,6 @@ def _is_being_cancelled() -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(str(flow_run.id))).state
-    except (PrefectException, OSError, ValueError):
+    except (*SERVER_TROUBLE, ValueError):
         return False  # no answer is no order
     return state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED)

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 from runtime.rundir import workflow
-from runtime.rundir.chain import Chain
-from runtime.rundir.control import Control, StopMode, epoch_to_stop
+from runtime.rundir.control import StopMode
 from runtime.rundir.layout import RunRoot
 from runtime.session.answers import Held, Lost, Running
 from runtime.session.ensure import ensure
+from runtime.session.stopping import ask_to_stop
 from runtime.telemetry.progress import RunProgress
 
 _FLOW_DEADLINE_S = 60.0
@@ -87,10 +87,7 @@ class Attached:
         del number, frame
         self._interrupts += 1
         mode: StopMode = "stop" if self._interrupts == 1 else "now"
-        records = Chain(self.root).read()
-        Control(self.root).request_stop(
-            mode, epoch=epoch_to_stop(records), by="Ctrl-C", time=time.time()
-        )
+        ask_to_stop(self.root, mode, by="Ctrl-C", time_s=time.time())
 
 
 def quiet_prefect() -> None:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from runtime.rundir import workflow
-from runtime.rundir.chain import Chain
-from runtime.rundir.control import Control, StopMode, epoch_to_stop
+from runtime.rundir.control import StopMode
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.workflow import Workflow
 from runtime.session.answers import Held, Lost, Running
 from runtime.session.ensure import ensure
+from runtime.session.stopping import ask_to_stop
 
 POLL_S = 0.5
 
@@ -77,8 +77,7 @@ def interrupts_stop(root: RunRoot) -> Generator[None]:
         del number, frame
         count += 1
         mode: StopMode = "stop" if count == 1 else "now"
-        epoch = epoch_to_stop(Chain(root).read())
-        Control(root).request_stop(mode, epoch=epoch, by="Ctrl-C", time=time.time())
+        ask_to_stop(root, mode, by="Ctrl-C", time_s=time.time())
 
     before = signal.signal(signal.SIGINT, interrupted)
     try:

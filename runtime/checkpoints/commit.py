@@ -120,6 +120,8 @@ class Committer:
     ) -> CommitRecord:
         """Make commit 0: the ledger before the first admission, and which model it begins with.
 
+        Made already, it is returned: a retry after trouble that came behind the record.
+
         Args:
             segment: the ledger's snapshot, nothing admitted.
             policy: (epoch, 0).
@@ -136,6 +138,8 @@ class Committer:
             return [INITIAL]
 
         await self._wait_idle()
+        if self._parent is not None and self._parent.policy == str(policy):
+            return self._parent
         await self._make_folder(policy)
         return await self._commit(policy, segment, write)
 
@@ -158,6 +162,7 @@ class Committer:
         await self._wait_idle()
         waited_s = self._clock.monotonic() - start
         if self._parent is not None and self._parent.policy == str(policy):
+            self._failure = None  # of what follows a commit, such as retention: this one stands
             return Boundary(update=policy.update, waited_s=waited_s, stall_s=0.0, num_bytes=0)
         try:
             # Before the copy: one that is never written would hold its memory for ever.

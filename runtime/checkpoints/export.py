@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import anyio
 import anyio.to_thread
 import structlog
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runtime.checkpoints.files import remove_folder, seal
 from runtime.checkpoints.readback import checksums_of, stored_tensors
@@ -113,9 +113,12 @@ async def export_commit(
 
 
 def read_receipt(folder: Path) -> ExportReceipt | None:
-    """The receipt of an export; None where there is none."""
+    """The receipt of an export; None where there is none, or one that proves nothing."""
     data = atomic.read_bytes(folder / RECEIPT)
-    return None if data is None else ExportReceipt.model_validate_json(data)
+    try:
+        return None if data is None else ExportReceipt.model_validate_json(data)
+    except ValidationError:
+        return None  # damaged, or of another version: the export is made anew
 
 
 async def _export(

@@ -6,6 +6,9 @@ Deletion renames first: a folder under its final name is whole, whenever the pro
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
+
+import structlog
 
 from runtime.checkpoints.files import remove_folder
 from runtime.rundir import atomic
@@ -15,6 +18,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import CommitRecord
 
 _DELETED = ".deleted"
+_log: structlog.stdlib.BoundLogger = structlog.get_logger("checkpoints")
 
 
 def retain(
@@ -33,7 +37,9 @@ def retain(
         pinned: policy ids (``e3.u50``) that evaluations still need.
 
     Returns:
-        Names of the commit folders deleted now, oldest first.
+        Names of the commit folders deleted now, oldest first. What could not be deleted (a file
+        that somebody reads over a network, a folder without permission) is logged and left to the
+        next call: no run ends for it.
 
     Raises:
         FencedError: if a newer owner exists; nothing was deleted.
@@ -52,14 +58,18 @@ def retain(
     deleted: list[str] = []
     for folder in sorted(p for p in root.checkpoints.iterdir() if p.is_dir()):
         name = str(folder.relative_to(root.path))
-        if folder.name.startswith("."):
-            remove_folder(folder)
-        elif name in doomed or name not in known:
-            trash = folder.with_name(f".{folder.name}{_DELETED}")
-            remove_folder(trash)
-            atomic.point("rename", folder)
-            folder.rename(trash)
-            remove_folder(trash)
-            deleted.append(name)
-    atomic.fsync_folder(root.checkpoints)
+        try:
+            if folder.name.startswith("."):
+                remove_folder(folder)
+            elif name in doomed or name not in known:
+                trash = folder.with_name(f".{folder.name}{_DELETED}")
+                remove_folder(trash)
+                atomic.point("rename", folder)
+                folder.rename(trash)
+                deleted.append(name)
+                remove_folder(trash)
+        except OSError as exc:
+            _log.warning("checkpoint.leftover", path=str(folder), error=str(exc))
+    with suppress(OSError):
+        atomic.fsync_folder(root.checkpoints)
     return tuple(deleted)

@@ -184,11 +184,16 @@ class HealthMonitor:
 
     @property
     def lost_slots(self) -> list[int]:
-        """Dead slots that nothing will start again before the hour has passed: a step is held."""
+        """Dead slots that nothing will start again before the hour has passed: a step is held.
+
+        One that waits for its last restart of the hour is none of them.
+        """
         return [
             view.slot
             for view in self._pool.views()
-            if view.state is SlotState.DEAD and self.is_exhausted(view.slot)
+            if view.state is SlotState.DEAD
+            and view.slot not in self._busy
+            and self.is_exhausted(view.slot)
         ]
 
     # --- One look -----------------------------------------------------------------------------

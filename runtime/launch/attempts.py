@@ -20,6 +20,7 @@ from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import Record
 
 _MOST_DIFFERENCES = 20
+_HIDDEN = ("launch.env", "launch.secrets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,18 @@ def win_or_attach(
 
 
 def differences(ours: str, theirs: str) -> list[str]:
-    """Dotted fields in which two run files (JSON) differ, with both values, ours last."""
+    """Dotted fields in which two run files (JSON) differ, with both values, ours last.
+
+    Values of the job's environment are not told: this goes into messages and records.
+    """
     a, b = dict(_leaves(json.loads(theirs))), dict(_leaves(json.loads(ours)))
     fields = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-    shown = [f"{n}: {a.get(n, 'absent')} -> {b.get(n, 'absent')}" for n in fields]
+    shown = [
+        f"{n}: differs"
+        if n.startswith(_HIDDEN)
+        else f"{n}: {a.get(n, 'absent')} -> {b.get(n, 'absent')}"
+        for n in fields
+    ]
     if len(shown) > _MOST_DIFFERENCES:
         shown = [*shown[:_MOST_DIFFERENCES], f"and {len(shown) - _MOST_DIFFERENCES} more"]
     return shown

@@ -103,8 +103,9 @@ class BroadcastSender:
         """Broadcast one bucket; 0 begins a new walk through the export.
 
         Raises:
-            ContractViolation: if it is not the next one, or there is no group.
-            RuntimeError: if a peer is gone, ``abort`` was called, or the group's timeout passed.
+            ContractViolation: if it is not the next one.
+            RuntimeError: if a peer is gone, ``abort`` was called (before, too), or the group's
+                timeout passed.
         """
         sending = self._start(index)
         # An error raised here is kept by whoever called; it must not keep the group alive with it,
@@ -132,14 +133,17 @@ class BroadcastSender:
             self._export, self._next = self._backend.export_weights(self._bucket_bytes), 0
         with self._lock:
             group = self._group
-        if self._export is None or index != self._next or (self._rank == 0 and group is None):
+        if self._export is None or index != self._next:
             raise ContractViolation(f"bucket {index} out of turn: next is {self._next}")
+        # Taken without a group too: the other ranks are in this export, and would wait for us.
         bucket = next(self._export, None)
         if bucket is None:
             raise ContractViolation(f"the export ended before bucket {index}")
         self._next += 1
-        if group is None:
+        if self._rank != 0:
             return None
+        if group is None:
+            raise RuntimeError("there is no group: it was left before this bucket")
         sending: Future[None] = Future()
         with self._lock:
             self._sending = sending

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -34,6 +35,12 @@ def scratch_folder(run_key: str, epoch: int) -> Path:
     """
     base = Path(tempfile.gettempdir()) / f"mp-{os.getuid()}"
     base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        # The name can be guessed: whoever made it first would choose the token of our Ray.
+        raise SessionLost(
+            f"{base} is not a folder of this user alone; remove it or set TMPDIR", folder=str(base)
+        )
     folder = base / f"{run_key}-{epoch}"
     if len(str(folder)) + _RAY_SUFFIX > _SOCKET_PATH_LIMIT:
         raise SessionLost(

@@ -10,7 +10,7 @@ import anyio
 
 from runtime.engines.monitor import HealthMonitor
 from runtime.engines.pool import EnginePool, LiveEngine, SlotState
-from runtime.errors import EngineDead, PublicationFailed
+from runtime.errors import EngineDead, RetryBy, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.publication.pausing import PublicationMode
@@ -52,7 +52,7 @@ class Publishing:
 
         Raises:
             PublicationFailed: if no engine was verified.
-            EngineDead: if there is no engine, and none is being restarted.
+            EngineDead: if an engine is dead and its restarts are used up.
         """
         self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
         async with self._weights, self.gate.publication():
@@ -104,7 +104,10 @@ class Publishing:
                 return  # the publication's own retry takes this engine along
             try:
                 decision = await self._catch_up(_target(engine), published)
-            except PublicationFailed as error:
+            except RunError as error:
+                # One engine that does not come up ends no session; a lost trainer does.
+                if error.retry is not RetryBy.SESSION:
+                    raise
                 _log.warning(Event.PUBLICATION_FAILED, slot=engine.slot, error=error.message)
                 return
             if decision is not None:
@@ -122,15 +125,21 @@ class Publishing:
         return await self.publisher.mend(target, published)
 
     async def _some_engines(self) -> list[LiveEngine]:
-        """The living engines; waits while every one is being restarted within its budget."""
-        while not (engines := self.pool.live()):
-            if len(self.monitor.lost_slots) == len(self.pool.views()):
+        """The living engines; waits while every one is being restarted within its budget.
+
+        A run that goes on without an engine for good would only be slower, and say so nowhere: it
+        is held, whatever the others do.
+        """
+        while True:
+            if lost := self.monitor.lost_slots:
                 raise EngineDead(
-                    "no engine lives and the restart budget of this hour is used up "
-                    "(health.restarts_per_hour)"
+                    f"engine slots {lost} are dead and the restart budget of this hour is used up "
+                    "(health.restarts_per_hour)",
+                    slots=lost,
                 )
+            if engines := self.pool.live():
+                return engines
             await anyio.sleep(_MEND_POLL_S)
-        return engines
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")

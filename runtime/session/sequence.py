@@ -95,8 +95,12 @@ class Session:
         if not parts.restored:
             await parts.steps.run("checkpoint/0", self._commit_initial)
         self._staged = self._update
-        if self._update and evaluation_due(parts.context.spec, self._update):
-            await self._evaluate()  # the attempt before may have ended between commit and result
+        # The attempt before may have ended between commit and result. What the run's end owes is
+        # the final evaluation's, whose failure holds nothing.
+        spec = parts.context.spec
+        has_final = self._rules.reached(self._update) is not None and spec.evaluation.final
+        if self._update and evaluation_due(spec, self._update) and not has_final:
+            await self._evaluate()
         parts.view.doing(self._segment, state="training")
         parts.recorder.lifecycle.record(Event.SESSION_READY, update=self._update)
         parts.producer.published(self.policy)
@@ -168,13 +172,14 @@ class Session:
         parts = self._parts
         spec = parts.context.spec
         end = self._rules.after(self._update, age_s=parts.context.age_s)
+        # Before its commit: a run that goes on from there never comes by this collection again.
+        parts.books.keep(collection)
         # A commit that could not be written is made good at once, on or off cadence.
         if commit_due(spec, self._update) or end is not None or parts.commits.failure is not None:
             await self._stage()
             parts.view.doing(self._segment)
         parts.view.update = self._update
         await self._publish()
-        parts.books.keep(collection)
         has_final = end is not None and end.owes_evaluation and spec.evaluation.final
         if evaluation_due(spec, self._update) and not has_final:
             await self._evaluate()

@@ -101,12 +101,14 @@ class RowWriter:
         if reported:
             lines[0] = f'{{"dropped_before":{reported},{lines[0][1:]}'
         data = "".join(lines).encode()
-        if self._torn:
-            data = b"\n" + data
         done = 0
         try:
             if self._fd is None:
                 self._fd = _open(self.path)
+                # An earlier process may have been killed in the middle of a line.
+                self._torn = self._torn or not _ends_a_line(self._fd)
+            if self._torn:
+                data = b"\n" + data
             while done < len(data):
                 done += os.write(self._fd, memoryview(data)[done:])
         except OSError as error:
@@ -245,4 +247,9 @@ def _finite(value: object, path: str, found: dict[str, str]) -> object:
 
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _ends_a_line(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size == 0 or os.pread(fd, 1, size - 1) == b"\n"

@@ -244,31 +244,36 @@ class TrainerGroup:
         """Await one call per rank; the first failure of a collective ends the wait for the rest."""
         results: list[Any] = [None] * len(calls)
         errors: dict[int, Exception] = {}
+        answered: set[int] = set()
+
+        def some_may_hang() -> bool:
+            return is_collective and len(errors) + len(answered) < len(calls)
 
         async with anyio.create_task_group() as tasks:
 
             async def one(rank: int, call: Any) -> None:
                 try:
                     results[rank] = await _answer(call)
+                    answered.add(rank)
                 except (RayError, RunError) as exc:
                     errors[rank] = exc
                     if not is_collective:
                         return
-                    if len(errors) < len(calls) and not isinstance(exc, ActorDiedError):
+                    if some_may_hang() and not isinstance(exc, ActorDiedError):
                         await anyio.sleep(_BLAME_S)
                     tasks.cancel_scope.cancel()
 
             for rank, call in enumerate(calls):
                 tasks.start_soon(one, rank, call)
         if errors:
-            raise self._verdict(errors, name, must_end=is_collective and len(errors) < len(calls))
+            raise self._verdict(errors, name, must_end=some_may_hang())
         return results
 
     def _verdict(self, errors: dict[int, Exception], name: str, *, must_end: bool) -> Exception:
         """What the caller is told, after the siblings of a lost rank were killed.
 
-        An error that Milepost raised is passed on as it is. ``must_end``: ranks that did not fail
-        are in a collective that never ends, so they go all the same.
+        An error that Milepost raised is passed on as it is. ``must_end``: ranks that neither failed
+        nor answered are in a collective that never ends, so they go all the same.
         """
         dead = [r for r, e in errors.items() if isinstance(e, ActorDiedError)]
         if not dead:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import build_app
+from flows.commands._attached import Attached
+from flows.commands._following import interrupts_stop
 from runtime.clock import ManualClock
 from runtime.rundir.control import Control
 from runtime.session.stopping import wait_ended
@@ -51,6 +55,26 @@ def test_asking_twice_keeps_the_first_request(live: MadeRun) -> None:
     first = Control(live.root).stop_request(1)
     stop(live, "--no-wait")
     assert Control(live.root).stop_request(1) == first
+
+
+@pytest.mark.parametrize("how", ["attached", "following"])
+def test_ctrl_c_after_the_end_is_for_no_later_epoch(live: MadeRun, how: str) -> None:
+    """A terminal that still shows the end is not the next run's."""
+    control = Control(live.root)
+    before = signal.getsignal(signal.SIGINT)
+    attached = Attached(live.root, live.file, [])
+    with interrupts_stop(live.root) if how == "following" else nullcontext():
+        if how == "attached":
+            signal.signal(signal.SIGINT, attached._interrupted)
+        try:
+            signal.raise_signal(signal.SIGINT)
+            assert control.stop_request(1).mode == "stop"
+            live.end("training", 1, activity="stopped", ended_by="stop")
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert control.stop_request(1).mode == "stop"
+    assert control.stop_request(2) is None
 
 
 def obey(made: MadeRun, state: str, asked: threading.Event, **more) -> threading.Thread:

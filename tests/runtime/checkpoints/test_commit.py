@@ -13,7 +13,7 @@ import pytest
 
 from runtime.checkpoints.files import damage
 from runtime.checkpoints.resume import find_restorable
-from runtime.errors import DiskFull, FencedError, StoreError, TrainerLost
+from runtime.errors import DiskFull, FencedError, PartialWrite, StoreError, TrainerLost
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.records import CommitRecord
@@ -111,6 +111,26 @@ def test_a_policy_that_is_committed_is_not_written_again(root):
                 await run.committer.settle()
         assert [c.update for c in commits(root)] == [0, 1]
         assert damage(root, commits(root)[-1]) == []
+
+    anyio.run(main)
+
+
+def test_trouble_after_the_record_does_not_keep_a_commit_that_stands_from_counting(root):
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            run = TinyRun(root, take_over(root), tasks)
+            run.error = PartialWrite("a record of the chain could not be read")
+            with pytest.raises(PartialWrite):
+                await run.begin()
+            await run.begin()
+            run.train()
+            await run.boundary()
+            with pytest.raises(PartialWrite):
+                await run.committer.settle()
+            run.error = None
+            await run.boundary()
+            assert (await run.committer.settle()).update == 1
+        assert [c.update for c in commits(root)] == [0, 1]
 
     anyio.run(main)
 

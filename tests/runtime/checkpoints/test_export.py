@@ -122,6 +122,12 @@ def test_the_final_export_is_the_trainer_and_loads_in_transformers(root, model):
     anyio.run(main)
 
 
+@pytest.mark.parametrize("data", [b"", b'{"policy": "e1.u2"}', b"\xff"])
+def test_a_receipt_that_cannot_be_read_proves_no_export(tmp_path, data):
+    (tmp_path / RECEIPT).write_bytes(data)
+    assert read_receipt(tmp_path) is None
+
+
 def test_an_export_of_a_commit_is_the_weights_of_that_update(root, model):
     async def main():
         trainer, at_commit = await committed_run(root, model)

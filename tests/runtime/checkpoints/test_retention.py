@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+
 import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -74,6 +76,21 @@ def test_what_writers_left_is_swept(root):
     (root.checkpoints / "gpu_usage_node0.jsonl").write_text("{}\n")
     assert retain(root, 1, keep=9) == ("checkpoints/000009-e1",)
     assert folders(root) == {f"{u:06d}-e1" for u in range(6)} | {"gpu_usage_node0.jsonl"}
+
+
+def test_what_cannot_be_deleted_is_left_to_the_next_call(root, monkeypatch):
+    def busy(operation, path):
+        if operation == "rmdir" and "000001-e1" in path.name:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")  # NFS keeps what is being read
+
+    monkeypatch.setattr(atomic, "probe", busy)
+    deleted = retain(root, 1, keep=2)
+    assert deleted == tuple(f"checkpoints/{u:06d}-e1" for u in (1, 2, 3))
+    kept = {"000000-e1", "000004-e1", "000005-e1"}
+    assert folders(root) == kept | {".000001-e1.deleted"}
+    monkeypatch.setattr(atomic, "probe", None)
+    assert retain(root, 1, keep=2) == ()
+    assert folders(root) == kept
 
 
 class _Killed(BaseException):

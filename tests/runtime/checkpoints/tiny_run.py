@@ -74,6 +74,8 @@ class TinyRun:
         self.root = root
         self.epoch = epoch
         self.ledger = ledger or Ledger(PromptOrder(64, epochs=2))
+        self.error: Exception | None = None
+        """Raised once a record stands."""
         self.state = TinyState()
         self.state.update = 0 if parent is None else parent.update
         self.state.digest = self.ledger.digest
@@ -84,6 +86,8 @@ class TinyRun:
 
     async def committed(self, record, segment) -> None:
         self.ledger.committed(segment)
+        if self.error is not None:
+            raise self.error
 
     @property
     def policy(self) -> PolicyId:

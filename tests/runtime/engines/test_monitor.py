@@ -242,6 +242,9 @@ async def test_three_restarts_an_hour_with_back_off_then_the_slot_stays_dead(tas
     await house.up(tasks)
     house.runners[0].failures = 100
     house.server().exists = False
+    while len(house.runners[0].started_at) < 4:
+        assert house.monitor.lost_slots == [], "a restart is still to come"
+        await house.time.run_for(1)
     await house.time.run_for(300)
     starts = house.runners[0].started_at[1:]
     assert len(starts) == 3

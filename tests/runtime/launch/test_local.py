@@ -231,6 +231,8 @@ def test_differences_name_dotted_fields() -> None:
         "gone: null -> absent",
         "new.x: absent -> true",
     ]
+    env = [json.dumps({"launch": {"env": {"WHERE": value}}}) for value in ("here", "there")]
+    assert differences(*env) == ["launch.env.WHERE: differs"]
     many = differences(json.dumps({str(i): i for i in range(50)}), "{}")
     assert len(many) == 21
     assert many[-1] == "and 31 more"

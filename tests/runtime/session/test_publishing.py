@@ -11,7 +11,7 @@ import pytest
 from runtime.clock import ManualClock, SystemClock
 from runtime.engines.pool import EnginePool, SlotState
 from runtime.engines.protocol import EngineAddress
-from runtime.errors import EngineDead, PublicationFailed
+from runtime.errors import EngineDead, PublicationFailed, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Target
 from runtime.rollout.gate import AdmissionGate
@@ -144,13 +144,15 @@ async def test_it_waits_while_every_engine_is_being_restarted() -> None:
     assert published.pool.state(1) is SlotState.HEALTHY
 
 
-async def test_no_engine_and_no_restart_left_is_said_so() -> None:
+@pytest.mark.parametrize("lost", [[0, 1], [1]])
+async def test_an_engine_without_a_restart_left_holds_the_next_update(lost: list[int]) -> None:
     published = Published()
-    published.pool.mark_dead(0, "a", "killed")
-    published.pool.mark_dead(1, "b", "killed")
-    published.monitor.lost_slots = [0, 1]
+    for slot in lost:
+        published.pool.mark_dead(slot, "ab"[slot], "killed")
+    published.monitor.lost_slots = lost
     with pytest.raises(EngineDead, match="restart budget"):
         await published.it.publish(FIRST)
+    assert published.publisher.calls["publish"] == 0
 
 
 async def test_a_restarted_engine_is_mended_to_the_published_policy() -> None:
@@ -177,6 +179,24 @@ async def test_an_engine_that_cannot_be_mended_is_tried_again(brings_up_one: boo
     await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
     assert published.publisher.calls["bring_up" if brings_up_one else "mend"] == 2
     assert not published.publisher.is_halted
+
+
+async def test_an_engine_that_does_not_come_up_in_time_ends_no_session() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.pool.mark_dead(0, "a", "killed")
+    published.pool.restarting(0)
+    published.join(0, "c")
+    bring_up, late = published.publisher.bring_up, [WaitTimeout("the transfer")]
+
+    async def slow_once(target: Target, policy: PolicyId) -> Any:
+        if late:
+            raise late.pop()
+        return await bring_up(target, policy)
+
+    published.publisher.bring_up = slow_once  # type: ignore[method-assign]
+    await mended(published, until=lambda: published.pool.state(0) is SlotState.HEALTHY)
+    assert not late
 
 
 async def test_nothing_is_mended_while_a_failed_publication_waits_for_its_retry() -> None:

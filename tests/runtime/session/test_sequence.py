@@ -224,10 +224,10 @@ async def test_the_order_at_a_boundary(tmp_path: Path) -> None:
     assert await sessions.run() is EndedBy.MAX_UPDATES
     assert sessions.said == [
         "publish 0", "commit 0", "admit 0",
-        "train 1", "consume 1", "publish 1", "admit 1", "keep 1",
-        "train 2", "consume 2", "stage 2", "publish 2", "admit 2", "keep 2", "evaluate 2",
-        "train 3", "consume 3", "publish 3", "admit 3", "keep 3",
-        "train 4", "consume 4", "stage 4", "publish 4", "admit 4", "keep 4",
+        "train 1", "consume 1", "keep 1", "publish 1", "admit 1",
+        "train 2", "consume 2", "keep 2", "stage 2", "publish 2", "admit 2", "evaluate 2",
+        "train 3", "consume 3", "keep 3", "publish 3", "admit 3",
+        "train 4", "consume 4", "keep 4", "stage 4", "publish 4", "admit 4",
         "end max_updates", "close producer", "export 4", "final 4",
     ]  # fmt: skip
 
@@ -248,6 +248,16 @@ async def test_a_restored_session_makes_no_commit_0_and_evaluates_what_it_owes(
     sessions = Sessions(tmp_path, "core.max_updates=6", EVALUATES, update=4)
     await sessions.run()
     assert sessions.said[:4] == ["publish 4", "evaluate 4", "admit 4", "train 5"]
+
+
+async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=4", EVALUATES, update=4)
+    assert await sessions.run() is EndedBy.MAX_UPDATES
+    assert sessions.said == [
+        "publish 4", "admit 4", "end max_updates", "close producer", "final 4",
+    ]  # fmt: skip
 
 
 async def test_the_last_collection_may_be_short_and_ends_with_the_data(tmp_path: Path) -> None:
@@ -324,6 +334,7 @@ async def test_a_publication_that_stays_failed_is_held_then_parked_with_a_commit
     assert await sessions.run() is EndedBy.PARKED
     assert sessions.said.count("publish 3") == 2  # and one retry
     assert sessions.staged == [2, 3]
+    assert "keep 3" in sessions.said  # who resumes from 3 never comes by it again
     assert sessions.view.failure is not None
 
 

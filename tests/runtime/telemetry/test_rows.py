@@ -148,6 +148,17 @@ print(json.dumps([rows.written, rows.dropped]))
     assert [row["i"] for row in whole[-5:]] == [20, 21, 22, 23, 24]
 
 
+def test_half_a_line_of_an_earlier_process_costs_no_row_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"whole":1}\n{"half":')
+    rows_ = writer(path)
+    rows_.append({"i": 1})
+    rows_.close()
+    whole, half, ours = path.read_text().splitlines()
+    assert (whole, half) == ('{"whole":1}', '{"half":')
+    assert json.loads(ours)["i"] == 1
+
+
 def test_a_folder_that_cannot_be_made_costs_rows_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rows_ = writer(tmp_path / "file" / "r.jsonl")

@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from runtime.errors import ContractViolation, FencedError, TrainerLost
+from runtime.errors import ContractViolation, FencedError, PublicationFailed, TrainerLost
+from runtime.trainer import group as group_module
 from runtime.trainer.group import Placement, TrainerGroup
 from runtime.trainer.handle import TrainerHandle
 from runtime.trainer.local import LocalGroup
@@ -145,6 +148,30 @@ async def lose_a_rank(group: TrainerGroup, make: MakeBatch) -> None:
         assert error.detail["last_update"] == 2
         assert f"rank 1 on {group.ranks[1].host}" in str(error)
     assert len(noticed) == 1
+
+
+async def answers() -> None:
+    await anyio.lowlevel.checkpoint()
+
+
+async def refuses() -> None:
+    raise PublicationFailed("a peer left the broadcast")
+
+
+@pytest.mark.parametrize(("sibling", "is_lost"), [(answers, False), (anyio.sleep_forever, True)])
+def test_only_siblings_that_may_hang_are_ended_with_a_failed_call(
+    sibling: Callable[[], Any], is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "_BLAME_S", 0.0)
+
+    async def main() -> None:
+        group = TrainerGroup([], [], Placement(ranks=2), 4)
+        with anyio.fail_after(10):
+            with pytest.raises(PublicationFailed):
+                await group._all([refuses(), sibling()], "send_bucket")
+        assert (group._lost is not None) == is_lost
+
+    anyio.run(main)
 
 
 def server() -> RankServer:

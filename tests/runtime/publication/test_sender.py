@@ -1,0 +1,42 @@
+"""The sender alone: what its ranks do together stays together, whatever becomes of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runtime.engines.protocol import TensorSpec
+from runtime.errors import ContractViolation
+from runtime.publication.safetensors_file import spec_of
+from runtime.publication.sender import BroadcastSender
+
+
+class Export:
+    """Counts how far its walk has come: under FSDP each step of it is a collective."""
+
+    def __init__(self) -> None:
+        self.tensors = [(f"w{i}", torch.full((4,), float(i))) for i in range(3)]
+        self.walked: list[str] = []
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return [spec_of(name, tensor) for name, tensor in self.tensors]
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for name, tensor in self.tensors:
+            self.walked.append(name)
+            yield [(name, tensor)]
+
+
+def test_a_bucket_without_a_group_fails_after_its_part_of_the_export() -> None:
+    """An abort may come before the call: the siblings are in the export already."""
+    exports = [Export(), Export()]
+    first, sibling = (BroadcastSender(e, rank=rank) for rank, e in enumerate(exports))
+    sibling.send_bucket(0)
+    with pytest.raises(RuntimeError, match="no group"):
+        first.send_bucket(0)
+    assert exports[0].walked == exports[1].walked == ["w0"]
+    for sender in (first, sibling):
+        with pytest.raises(ContractViolation, match="out of turn"):
+            sender.send_bucket(2)
