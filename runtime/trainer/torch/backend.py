@@ -71,6 +71,7 @@ class TorchTrainer:
                 capacity=settings.max_tokens_per_bin,
                 share_prompts=settings.share_prompts,
                 cost=_cost(settings, weights, scorer.causal_lm.config),
+                dtype=weights.dtype,
             ),
             reference=self._load_reference(model_path),
         )
@@ -84,6 +85,7 @@ class TorchTrainer:
             chunk=self.settings.head_chunk_tokens,
             activation_checkpointing=self.settings.activation_checkpointing,
             compile_layers=self.settings.compile,
+            joint_projections=self.ranks.device.type == "cuda",
         )
 
     def _load_reference(self, model_path: str) -> PackedScorer | None:
