@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(TrainerSettings().threads)  # as a rank does
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments, Path(folder))
         bench.make_model()

@@ -11,46 +11,58 @@ from torch import Tensor
 @triton.jit
 def _rotate(source, target, weight, cos, sin, heads, eps, HEADS: tl.constexpr, SIZE: tl.constexpr,
             HAS_NORM: tl.constexpr):  # fmt: skip
+    # In halves, each contiguous: loads stay wide, and what is turned need not be read twice.
+    half: tl.constexpr = SIZE // 2
+    place = tl.arange(0, half)
     head = tl.arange(0, HEADS)[:, None]
-    place = tl.arange(0, SIZE)
-    other = (place + SIZE // 2) % SIZE
+    at = head * SIZE + place[None, :]
     inside = head < heads
-    x = tl.load(source + head * SIZE + place[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(source + head * SIZE + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
-        x = x * scale * tl.load(weight + place).to(tl.float32)[None, :]
-        y = y * scale * tl.load(weight + other).to(tl.float32)[None, :]
-    sign = tl.where(place < SIZE // 2, -1.0, 1.0)
-    c = tl.load(cos + place).to(tl.float32)[None, :]
-    s = (tl.load(sin + place).to(tl.float32) * sign)[None, :]
-    tl.store(target + head * SIZE + place[None, :], x * c + y * s, mask=inside)
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE + eps)[:, None]
+        low = low * scale * tl.load(weight + place).to(tl.float32)[None, :]
+        high = high * scale * tl.load(weight + half + place).to(tl.float32)[None, :]
+    cos_low = tl.load(cos + place).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + half + place).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + place).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + half + place).to(tl.float32)[None, :]
+    tl.store(target + at, low * cos_low - high * sin_low, mask=inside)
+    tl.store(target + half + at, high * cos_high + low * sin_high, mask=inside)
 
 
 @triton.jit
-def _unrotate(grad, source, target, weight, cos, sin, heads, eps, HEADS: tl.constexpr,
+def _unrotate(grad, source, target, weight, cos, sin, partial, heads, eps, HEADS: tl.constexpr,
               SIZE: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
-    """Write the gradient by the heads of one token; return its part of the norm's, [SIZE]."""
+    """Write the gradient by the heads of one token, and its part of the norm's."""
+    half: tl.constexpr = SIZE // 2
+    place = tl.arange(0, half)
     head = tl.arange(0, HEADS)[:, None]
-    place = tl.arange(0, SIZE)
-    other = (place + SIZE // 2) % SIZE
+    at = head * SIZE + place[None, :]
     inside = head < heads
-    d = tl.load(grad + head * SIZE + place[None, :], mask=inside, other=0.0).to(tl.float32)
-    e = tl.load(grad + head * SIZE + other[None, :], mask=inside, other=0.0).to(tl.float32)
-    sign = tl.where(place < SIZE // 2, 1.0, -1.0)
-    c = tl.load(cos + place).to(tl.float32)[None, :]
-    s = (tl.load(sin + other).to(tl.float32) * sign)[None, :]
-    d = d * c + e * s
-    part = tl.zeros([SIZE], tl.float32)
+    grad_low = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    grad_high = tl.load(grad + half + at, mask=inside, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + place).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + half + place).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + place).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + half + place).to(tl.float32)[None, :]
+    by_low = grad_low * cos_low + grad_high * sin_high
+    by_high = grad_high * cos_high - grad_low * sin_low
     if HAS_NORM:
-        x = tl.load(source + head * SIZE + place[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
-        x = x * scale
-        part = tl.sum(d * x, 0)
-        d = d * tl.load(weight + place).to(tl.float32)[None, :]
-        d = (d - x * (tl.sum(d * x, 1) / SIZE)[:, None]) * scale
-    tl.store(target + head * SIZE + place[None, :], d, mask=inside)
-    return part
+        low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE + eps)[:, None]
+        low = low * scale
+        high = high * scale
+        tl.store(partial + place, tl.sum(by_low * low, 0))
+        tl.store(partial + half + place, tl.sum(by_high * high, 0))
+        by_low = by_low * tl.load(weight + place).to(tl.float32)[None, :]
+        by_high = by_high * tl.load(weight + half + place).to(tl.float32)[None, :]
+        along = ((tl.sum(by_low * low, 1) + tl.sum(by_high * high, 1)) / SIZE)[:, None]
+        by_low = (by_low - low * along) * scale
+        by_high = (by_high - high * along) * scale
+    tl.store(target + at, by_low, mask=inside)
+    tl.store(target + half + at, by_high, mask=inside)
 
 
 @triton.jit
@@ -84,21 +96,18 @@ def _rotate_backward(grad_query, grad_key, grad_value, joint, target, partial, q
     start = token * (num_queries + 2 * num_keys) * SIZE
     cos += token * SIZE
     sin += token * SIZE
-    query_part = _unrotate(
+    partial += token * 2 * SIZE
+    _unrotate(
         grad_query + token * num_queries * SIZE, joint + start, target + start, query_norm, cos,
-        sin, num_queries, eps, QUERIES, SIZE, HAS_NORM,
+        sin, partial, num_queries, eps, QUERIES, SIZE, HAS_NORM,
     )  # fmt: skip
     start += num_queries * SIZE
-    key_part = _unrotate(
+    _unrotate(
         grad_key + token * num_keys * SIZE, joint + start, target + start, key_norm, cos, sin,
-        num_keys, eps, KEYS, SIZE, HAS_NORM,
+        partial + SIZE, num_keys, eps, KEYS, SIZE, HAS_NORM,
     )  # fmt: skip
     start += num_keys * SIZE
     _copy(grad_value + token * num_keys * SIZE, target + start, num_keys, KEYS, SIZE)
-    if HAS_NORM:
-        place = tl.arange(0, SIZE)
-        tl.store(partial + token * 2 * SIZE + place, query_part)
-        tl.store(partial + (token * 2 + 1) * SIZE + place, key_part)
 
 
 def rotate_qkv(
