@@ -16,8 +16,13 @@ from runtime.trainer.torch.weights import Weights
 class AdamW(Protocol):
     """Moments of one rank, which exist from the start, so that state has one shape always."""
 
-    num_steps: int
-    """Steps taken, as bias correction counts them."""
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, as bias correction counts them."""
+        ...
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None: ...
 
     def step(self, lr: float, grad_factor: float) -> None:
         """One step with the gradients of the masters times ``grad_factor``."""

@@ -5,6 +5,8 @@ Every kernel reads and writes each element once; what is slow about the plain fo
 they do it five to ten times.
 """
 
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# Triton is not installed everywhere, and its functions are a language of their own.
 from __future__ import annotations
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 _BLOCK_V = 4096
 _BLOCK_N = 2048
+_BLOCK_I = 1024
 
 
 @triton.jit
@@ -129,6 +132,48 @@ def _adamw(
     tl.store(param + at, new, mask=inside)
     change = new - old
     tl.store(squared_change + block, tl.sum(change * change, 0))
+
+
+@triton.jit
+def _gated(joint, target, inner, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate = tl.load(joint + token * 2 * inner + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joint + (token * 2 + 1) * inner + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + token * inner + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _gated_backward(grad, joint, target, inner, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    first = token * 2 * inner + at
+    g = tl.load(grad + token * inner + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(joint + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joint + first + inner, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    tl.store(target + first, g * up * share * (1.0 + gate * (1.0 - share)), mask=inside)
+    tl.store(target + first + inner, g * gate * share, mask=inside)
+
+
+def gated(joint_T2I: Tensor) -> Tensor:
+    """See ``gate.gated``; contiguous."""
+    tokens, inner = joint_T2I.shape[0], joint_T2I.shape[1] // 2
+    target_TI = joint_T2I.new_empty(tokens, inner)
+    grid = (tokens, triton.cdiv(inner, _BLOCK_I))
+    _gated[grid](joint_T2I, target_TI, inner, BLOCK=_BLOCK_I, num_warps=4)
+    return target_TI
+
+
+def gated_backward(grad_TI: Tensor, joint_T2I: Tensor) -> Tensor:
+    """See ``gate``; contiguous."""
+    tokens, inner = grad_TI.shape
+    target_T2I = torch.empty_like(joint_T2I)
+    grid = (tokens, triton.cdiv(inner, _BLOCK_I))
+    _gated_backward[grid](grad_TI, joint_T2I, target_T2I, inner, BLOCK=_BLOCK_I, num_warps=4)
+    return target_T2I
 
 
 def row_stats(

@@ -216,4 +216,6 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor
+    if not tensor.numel():
+        return tensor.new_empty(0, device=device)
     return tensor.pin_memory().to(device, non_blocking=True)

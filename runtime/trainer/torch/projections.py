@@ -9,6 +9,7 @@ measured to cost more in writing their joint gradient than the product gains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from runtime.trainer.torch.attention import packed_attention
+from runtime.trainer.torch.gate import gated
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.rotary import rotate_qkv
 
 # Legend: T tokens of the row, H heads, K key/value heads, E head size, W = (H + 2 K) E.
 
+_MLP = frozenset({"LlamaMLP", "Qwen2MLP", "Qwen3MLP"})
 _ATTENTION = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"})
 
 
@@ -37,12 +40,12 @@ def fuse_projections(model: nn.Module) -> int:
     changed = 0
     for module in model.modules():
         kind = type(module)
-        size = getattr(module, "head_dim", 0)
-        if kind.__name__ not in _ATTENTION or size & (size - 1):
+        body = _body(module)
+        if body is None:
             continue
         if kind not in made:
             # A class, not a method of each instance: one compiled graph serves all layers.
-            made[kind] = type(f"Joint{kind.__name__}", (kind,), {"forward": _attention})
+            made[kind] = type(f"Joint{kind.__name__}", (kind,), {"forward": body})
         module.__class__ = made[kind]
         changed += 1
     return changed
@@ -83,3 +86,19 @@ def _attention(
         dropout=self.attention_dropout if self.training else 0.0,
     )
     return self.o_proj(out_1THE.flatten(2)), None
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    """A gated MLP with silu."""
+    weight = torch.cat([self.gate_proj.weight, self.up_proj.weight])
+    return self.down_proj(gated(linear(x.squeeze(0), weight))).unsqueeze(0)
+
+
+def _body(module: Any) -> Callable[..., Any] | None:
+    """The joint form of a block; None for one that has none."""
+    name = type(module).__name__
+    if name in _ATTENTION and not module.head_dim & (module.head_dim - 1):
+        return _attention
+    if name in _MLP and module.gate_proj.bias is None and module.config.hidden_act == "silu":
+        return _mlp
+    return None

@@ -66,15 +66,18 @@ def _rotate_qkv_backward(
     eps: float,
 ) -> Three:
     """Gradients by ``joint_TW`` and by both norms' weights; those are empty without norms."""
-    grads = [g.contiguous() for g in (grad_query_THE, grad_key_TKE, grad_value_TKE)]
+    query = grad_query_THE.contiguous()
+    key, value = grad_key_TKE.contiguous(), grad_value_TKE.contiguous()
     if joint_TW.is_cuda:
         from runtime.trainer.torch import rotary_kernels
 
         return rotary_kernels.rotate_qkv_backward(
-            *grads, joint_TW.contiguous(), query_norm_E, key_norm_E, cos_TE.contiguous(),
+            query, key, value, joint_TW.contiguous(), query_norm_E, key_norm_E, cos_TE.contiguous(),
             sin_TE.contiguous(), eps,
         )  # fmt: skip
-    return _plain_backward(*grads, joint_TW, query_norm_E, key_norm_E, cos_TE, sin_TE, eps)
+    return _plain_backward(
+        query, key, value, joint_TW, query_norm_E, key_norm_E, cos_TE, sin_TE, eps
+    )
 
 
 def _plain(

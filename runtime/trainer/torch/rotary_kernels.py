@@ -1,5 +1,7 @@
 """The Triton form of ``rotary``; imported only where tensors lie on a GPU."""
 
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# Triton is not installed everywhere, and its functions are a language of their own.
 from __future__ import annotations
 
 import torch
@@ -80,12 +82,14 @@ def _rotate_forward(joint, query, key, value, query_norm, key_norm, cos, sin, nu
     start = joint + token * (num_queries + 2 * num_keys) * SIZE
     cos += token * SIZE
     sin += token * SIZE
-    _rotate(start, query + token * num_queries * SIZE, query_norm, cos, sin, num_queries, eps,
-            QUERIES, SIZE, HAS_NORM)  # fmt: skip
-    start += num_queries * SIZE
-    _rotate(start, key + token * num_keys * SIZE, key_norm, cos, sin, num_keys, eps, KEYS, SIZE,
-            HAS_NORM)  # fmt: skip
-    _copy(start + num_keys * SIZE, value + token * num_keys * SIZE, num_keys, KEYS, SIZE)
+    if tl.program_id(1) == 0:  # queries here, keys and values there: more in flight at a time
+        _rotate(start, query + token * num_queries * SIZE, query_norm, cos, sin, num_queries, eps,
+                QUERIES, SIZE, HAS_NORM)  # fmt: skip
+    else:
+        start += num_queries * SIZE
+        _rotate(start, key + token * num_keys * SIZE, key_norm, cos, sin, num_keys, eps, KEYS,
+                SIZE, HAS_NORM)  # fmt: skip
+        _copy(start + num_keys * SIZE, value + token * num_keys * SIZE, num_keys, KEYS, SIZE)
 
 
 @triton.jit
@@ -97,17 +101,19 @@ def _rotate_backward(grad_query, grad_key, grad_value, joint, target, partial, q
     cos += token * SIZE
     sin += token * SIZE
     partial += token * 2 * SIZE
-    _unrotate(
-        grad_query + token * num_queries * SIZE, joint + start, target + start, query_norm, cos,
-        sin, partial, num_queries, eps, QUERIES, SIZE, HAS_NORM,
-    )  # fmt: skip
-    start += num_queries * SIZE
-    _unrotate(
-        grad_key + token * num_keys * SIZE, joint + start, target + start, key_norm, cos, sin,
-        partial + SIZE, num_keys, eps, KEYS, SIZE, HAS_NORM,
-    )  # fmt: skip
-    start += num_keys * SIZE
-    _copy(grad_value + token * num_keys * SIZE, target + start, num_keys, KEYS, SIZE)
+    if tl.program_id(1) == 0:
+        _unrotate(
+            grad_query + token * num_queries * SIZE, joint + start, target + start, query_norm,
+            cos, sin, partial, num_queries, eps, QUERIES, SIZE, HAS_NORM,
+        )  # fmt: skip
+    else:
+        start += num_queries * SIZE
+        _unrotate(
+            grad_key + token * num_keys * SIZE, joint + start, target + start, key_norm, cos, sin,
+            partial + SIZE, num_keys, eps, KEYS, SIZE, HAS_NORM,
+        )  # fmt: skip
+        start += num_keys * SIZE
+        _copy(grad_value + token * num_keys * SIZE, target + start, num_keys, KEYS, SIZE)
 
 
 def rotate_qkv(
@@ -125,7 +131,7 @@ def rotate_qkv(
     query, key, value = (
         joint_TW.new_empty(tokens, n, size) for n in (num_queries, num_keys, num_keys)
     )
-    _rotate_forward[(tokens,)](
+    _rotate_forward[(tokens, 2)](
         joint_TW, query, key, value, query_norm_E, key_norm_E, cos_TE, sin_TE, num_queries,
         num_keys, eps, QUERIES=triton.next_power_of_2(num_queries),
         KEYS=triton.next_power_of_2(num_keys), SIZE=size, HAS_NORM=query_norm_E is not None,
@@ -152,7 +158,7 @@ def rotate_qkv_backward(
     target_TW = torch.empty_like(joint_TW)
     # Added up afterwards: programs that add over several tokens themselves wait for memory.
     partial = joint_TW.new_empty(tokens if has_norm else 0, 2, size, dtype=torch.float32)
-    _rotate_backward[(tokens,)](
+    _rotate_backward[(tokens, 2)](
         grad_query_THE, grad_key_TKE, grad_value_TKE, joint_TW, target_TW, partial, query_norm_E,
         key_norm_E, cos_TE, sin_TE, num_queries, num_keys, eps,
         QUERIES=triton.next_power_of_2(num_queries), KEYS=triton.next_power_of_2(num_keys),

@@ -191,8 +191,8 @@ class Update:
     ) -> RowResult:
         with_entropy = self._loss.needs_entropy and not policy_only
         at = flat_places(row, self._flat.offset_S)
-        inputs = self._inputs(row, at, weight_S)
         logprob_N, entropy_N = self._m.weights.scorer(row, with_entropy=with_entropy)
+        inputs = self._inputs(row, at, weight_S)  # while the forward pass runs
         result = objective(
             self._loss,
             logprob_T=logprob_N,
