@@ -75,7 +75,7 @@ def model_config(*, tiny: bool) -> Qwen3Config:
 
 def flop_of_pass(config: Qwen3Config, lengths: list[int]) -> float:
     """Model FLOP of one forward pass; a training step is three times that."""
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    heads, keys = config.num_attention_heads, int(config.num_key_value_heads or 0)
     wide = config.head_dim * (2 * heads + 2 * keys) * config.hidden_size
     layer = wide + 3 * config.hidden_size * config.intermediate_size
     linear = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
@@ -161,12 +161,13 @@ class Bench:
         """Random weights, written as a model folder."""
         torch.manual_seed(1)
         with torch.device(self.device):
-            model = Qwen3ForCausalLM(self.config).to(torch.bfloat16)
+            model: Any = Qwen3ForCausalLM(self.config)
+        model.to(torch.bfloat16)
         model.save_pretrained(self.folder)
 
     def trainer(self, **changes: Any) -> TorchTrainer:
         """A loaded trainer with fresh compiled graphs and an empty GPU."""
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()

@@ -94,7 +94,7 @@ class LongWeights:
     def settle(self) -> None:
         """Finish moving; before this a master's ``grad`` may be there and not yet written."""
         if self._waiting:
-            copy = torch._foreach_copy_  # pyright: ignore  # public in all but its name
+            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             copy([to for to, _ in self._waiting], [g for _, g in self._waiting])
         self._waiting.clear()
         self._num_waiting = 0

@@ -1,10 +1,11 @@
-"""Queries, keys and values by one matrix product.
+"""Projections that read the same input by one matrix product: q, k and v; gate and up.
 
 They are separate weights of the HF classes and stay so: names, gradients, sharding and exports know
 nothing of this. Their concatenation is made when it is used; writing it costs a hundredth of the
-product, and one wide product is faster than three narrow ones (561 against 433-508 TFLOP/s on one
-H200, 16384 rows of 1024). Gate and up of the MLP are wide enough by themselves: joining them was
-measured to cost more in writing their joint gradient than the product gains.
+product, and one wide product is faster than several narrow ones (q, k, v: 561 against 433-508
+TFLOP/s on one H200, 16384 rows of 1024). What follows reads the joint tensor in one kernel
+(``rotary``, ``gate``): a compiler splits it and joins the gradients again, at a greater cost than
+the product gains.
 """
 
 from __future__ import annotations

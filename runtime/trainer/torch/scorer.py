@@ -115,7 +115,7 @@ def load_scorer(
 def _compile(scorer: PackedScorer) -> None:
     """Each layer and the last norm by themselves: one graph for all layers, no masks in it."""
     # Products with inputs that are cheap to make again (norms, the gated activation) need not keep
-    # them from the forward pass: a fifth of the activations for 1 % of the step.
+    # them from the forward pass: 7 of 36 GiB, at no cost that could be measured.
     functorch_config.ban_recompute_materialized_backward = False
     # A loaded model's modules are never changed, so looking at them before each call only costs.
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}

@@ -77,9 +77,8 @@ def test_a_long_step_is_torchs_step() -> None:
         long.drop_gradient()
         for master in long.masters:
             master.grad = None
-        moved = sum(
-            (a.detach() - b).square().sum().item() for a, b in zip(theirs, before, strict=True)
-        )
+        pairs = zip(theirs, before, strict=True)
+        moved = sum((a.detach() - b).square().sum().item() for a, b in pairs)
         assert step.squared_change() == pytest.approx(moved, rel=1e-4)
         for a, master, b in zip(theirs, long.masters, ours, strict=True):
             torch.testing.assert_close(a.detach(), master.detach(), atol=1e-6, rtol=1e-5)
