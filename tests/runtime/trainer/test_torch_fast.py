@@ -197,3 +197,36 @@ def test_kernels_agree_with_plain_forms() -> None:
 
     for got, want in zip(run("cuda"), run("cpu"), strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("share", [True, False])
+def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -> None:
+    lengths = (70, 9, 8, 9, 7, 8)
+    sequences = tuple(
+        s
+        for at, n in enumerate(lengths)
+        for s in make_sequences(at, groups=1, samples=1, longest=n)
+    )
+    if share:
+        sequences = make_sequences(3, groups=1, samples=8, longest=70)
+        members = tuple((i, len(s.logprobs)) for i, s in enumerate(sequences))
+        units = [Unit(sequences[0].prompt_len, members)]
+    else:
+        units = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
+    scorer = load_scorer(
+        str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
+        compile_layers=False, joint_projections=True,
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    found: list[tuple[Tensor, Tensor]] = []
+    for takes_ragged in (False, True):
+        row = pack_row(units, sequences, torch.device("cuda"), takes_ragged=takes_ragged)
+        assert row.shape == ("ragged" if takes_ragged else "padded")
+        logprob, _ = scorer(row)
+        logprob.sum().backward()
+        grads = [p.grad.flatten().float() for p in scorer.parameters() if p.grad is not None]
+        found.append((logprob.detach(), torch.cat(grads)))
+        scorer.zero_grad()
+    (a, by_a), (b, by_b) = found
+    assert (a - b).abs().mean().item() < 0.02
+    assert ((by_a - by_b).norm() / by_a.norm()).item() < 0.02
