@@ -1,15 +1,19 @@
 """Attention over a packed row, as an attention function of transformers.
 
-Projections and MLP run on the row without padding; only here are tokens regrouped to
-[sequences, heads, longest, head size], which costs little and lets one causal SDPA call do.
+Projections and MLP run on the row without padding. Here a row of equally long sequences is looked
+at as [sequences, heads, longest, head size], other rows are regrouped to that, so that one causal
+SDPA call does; where that would be mostly padding, torch's variable-length kernel takes the row as
+it is (``layout.choose_shape``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -17,6 +21,11 @@ from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.layout import PackedRow
 
 NAME = "milepost_packed"
+
+# Older versions take fewer key/value heads without being told.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 # Legend: T tokens of the row, H heads, K key/value heads, D head size, S sequences, L longest.
 
@@ -58,20 +67,51 @@ def packed_attention(
             "not available yet: sliding-window attention and attention dropout in the trainer"
         )
     heads, head_dim = query_1HTD.shape[1], query_1HTD.shape[3]
-    query = _regroup(query_1HTD, packed.row_SL)
-    key = _regroup(key_1KTD, packed.row_SL)
-    value = _regroup(value_1KTD, packed.row_SL)
+    if packed.shape == "ragged":
+        return _ragged(query_1HTD, key_1KTD, value_1KTD, packed, scaling), None
+    group = _view if packed.shape == "rectangular" else _regroup
+    query = group(query_1HTD, packed.row_SL)
+    key = group(key_1KTD, packed.row_SL)
+    value = group(value_1KTD, packed.row_SL)
     out_SHLD = scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
     )
     flat = out_SHLD.transpose(1, 2).reshape(-1, heads * head_dim)
-    return flat.index_select(0, packed.slot_T).view(1, -1, heads, head_dim), None
+    if packed.shape == "padded":
+        flat = flat.index_select(0, packed.slot_T)
+    return flat.view(1, -1, heads, head_dim), None
+
+
+def _ragged(
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    packed: PackedRow,
+    scaling: float | None,
+) -> Tensor:
+    """[1, T, H, D] by the variable-length kernel; queries are the last ones of their sequence."""
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    if packed.key_K.shape[0]:
+        key, value = key.index_select(0, packed.key_K), value.index_select(0, packed.key_K)
+    longest = packed.row_SL.shape[1]
+    out = varlen_attn(
+        query, key, value, packed.query_ends_S1, packed.key_ends_S1, longest, longest,
+        scale=scaling, window_size=(-1, 0), **_GROUPED_HEADS,
+    )  # fmt: skip
+    return cast("Tensor", out)[None]
+
+
+def _view(x_1HTD: Tensor, row_SL: Tensor) -> Tensor:
+    """[1, H, T, D] -> [S, H, L, D] where the row is its sequences, one after another."""
+    _, heads, _, head_dim = x_1HTD.shape
+    # Not x[0]: the backward pass of picking writes a new tensor, that of squeezing is a view.
+    return x_1HTD.squeeze(0).transpose(0, 1).view(*row_SL.shape, heads, head_dim).transpose(1, 2)
 
 
 def _regroup(x_1HTD: Tensor, row_SL: Tensor) -> Tensor:
     """[1, H, T, D] -> [S, H, L, D]."""
     _, heads, tokens, head_dim = x_1HTD.shape
-    flat = x_1HTD[0].transpose(0, 1).reshape(tokens, heads * head_dim)
+    flat = x_1HTD.squeeze(0).transpose(0, 1).reshape(tokens, heads * head_dim)
     picked = flat.index_select(0, row_SL.flatten())
     return picked.view(*row_SL.shape, heads, head_dim).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens without ever holding all logits.
+"""Log-probs and entropy of chosen tokens without ever holding all logits in fp32.
 
 Legend: R rows, C rows of one chunk, V vocabulary, D hidden size.
 """
@@ -10,9 +10,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+_KEPT_BYTES = {"cuda": 5 << 30, "cpu": 64 << 20}
+"""Logits, in the model's dtype, that may wait for the backward pass. Making them a second time is a
+third of the output layer's forward and backward, 5 % of a whole step of a 0.6 B model."""
+
 
 class _ChunkedHead(torch.autograd.Function):
-    """Forward keeps one fp32 number per row; backward makes each chunk's logits a second time."""
+    """Forward keeps two fp32 numbers per row, and the logits of as many rows as may be kept.
+
+    Backward turns kept logits into their gradient in place, and makes the others again in chunks.
+    """
 
     @staticmethod
     def forward(
@@ -23,53 +30,113 @@ class _ChunkedHead(torch.autograd.Function):
         temperature: float,
         chunk: int,
         with_entropy: bool,
+        num_kept: int,
     ) -> tuple[Tensor, Tensor]:
         rows = hidden_RD.shape[0]
-        logprob_R = hidden_RD.new_empty(rows, dtype=torch.float32)
-        normaliser_R = torch.empty_like(logprob_R)
-        entropy_R = torch.zeros_like(logprob_R)
-        for at in range(0, rows, chunk):
-            part = slice(at, at + chunk)
-            logits_CV = _logits(hidden_RD[part], weight_VD, temperature)
-            normaliser_R[part] = logits_CV.logsumexp(-1)
-            chosen = logits_CV.gather(1, target_R[part, None]).squeeze(1)
-            logprob_R[part] = chosen - normaliser_R[part]
-            if with_entropy:
-                p_CV = (logits_CV - normaliser_R[part, None]).exp_()
-                entropy_R[part] = normaliser_R[part] - (p_CV * logits_CV).sum(-1)
-        ctx.save_for_backward(hidden_RD, weight_VD, target_R, normaliser_R, entropy_R)
+        kept_KV = hidden_RD.new_empty(num_kept, weight_VD.shape[0])
+        parts: list[tuple[Tensor, ...]] = []
+        for part in _chunks(rows, num_kept, chunk):
+            kept = kept_KV[part] if part.start < num_kept else None
+            logits_CV = torch.mm(hidden_RD[part], weight_VD.t(), out=kept)
+            parts.append(_row_stats(logits_CV, target_R[part], temperature, with_entropy))
+        logprob_R, normaliser_R, entropy_R = (torch.cat(p) for p in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_RD, weight_VD, target_R, normaliser_R, entropy_R, kept_KV)
         ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
         return logprob_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprob_R, grad_entropy_R = grads
-        hidden_RD, weight_VD, target_R, normaliser_R, entropy_R = ctx.saved_tensors
+        hidden_RD, weight_VD, target_R, normaliser_R, entropy_R, kept_KV = ctx.saved_tensors
+        rows, num_kept = hidden_RD.shape[0], kept_KV.shape[0]
         grad_hidden_RD = torch.empty_like(hidden_RD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
-        for at in range(0, hidden_RD.shape[0], ctx.chunk):
-            part = slice(at, at + ctx.chunk)
-            hidden_CD = hidden_RD[part]
-            logprob_CV = _logits(hidden_CD, weight_VD, ctx.temperature)
-            logprob_CV -= normaliser_R[part, None]
-            p_CV = logprob_CV.exp()
-            # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
-            scale_C1 = grad_logprob_R[part, None]
-            grad_CV = p_CV * -scale_C1
-            if ctx.with_entropy:
-                inner_CV = logprob_CV.add_(entropy_R[part, None]).mul_(p_CV)
-                grad_CV -= inner_CV.mul_(grad_entropy_R[part, None])
-            grad_CV.scatter_add_(1, target_R[part, None], scale_C1)
-            grad_CV = (grad_CV / ctx.temperature).to(hidden_CD.dtype)
-            grad_hidden_RD[part] = grad_CV @ weight_VD
-            grad_weight_VD += grad_CV.t() @ hidden_CD
-        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+
+        def gradient(part: slice, logits_CV: Tensor) -> Tensor:
+            made_CV = _row_gradient(
+                logits_CV,
+                target_R[part],
+                normaliser_R[part],
+                entropy_R[part],
+                grad_logprob_R[part],
+                grad_entropy_R[part] if ctx.with_entropy else None,
+                ctx.temperature,
+            )
+            torch.mm(made_CV, weight_VD, out=grad_hidden_RD[part])
+            return made_CV
+
+        whole = slice(0, num_kept)
+        kept_grad_KV = gradient(whole, kept_KV) if num_kept else kept_KV
+        if num_kept == rows:  # the usual case: one product, summed in fp32 inside it
+            return grad_hidden_RD, kept_grad_KV.t() @ hidden_RD, *(None,) * 5
+        grad_weight_VD = (kept_grad_KV.t() @ hidden_RD[whole]).float()
+        for part in _chunks(rows, num_kept, ctx.chunk):
+            if part.start >= num_kept:
+                made_CV = gradient(part, hidden_RD[part] @ weight_VD.t())
+                grad_weight_VD += made_CV.t() @ hidden_RD[part]
+        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), *(None,) * 5
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+def _chunks(rows: int, num_kept: int, chunk: int) -> list[slice]:
+    """Rows in chunks, none of which is kept only in part."""
+    return [slice(at, min(at + chunk, num_kept)) for at in range(0, num_kept, chunk)] + [
+        slice(at, min(at + chunk, rows)) for at in range(num_kept, rows, chunk)
+    ]
+
+
+def _row_stats(
+    logits_CV: Tensor, target_C: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob, log of the normaliser, entropy or 0) per row, float32."""
+    if logits_CV.is_cuda:
+        from runtime.trainer.torch import kernels
+
+        return kernels.row_stats(
+            logits_CV, target_C, temperature=temperature, with_entropy=with_entropy
+        )
+    logits_CV = _scaled(logits_CV, temperature)
+    normaliser_C = logits_CV.logsumexp(-1)
+    logprob_C = logits_CV.gather(1, target_C[:, None]).squeeze(1) - normaliser_C
+    entropy_C = torch.zeros_like(logprob_C)
+    if with_entropy:
+        p_CV = (logits_CV - normaliser_C[:, None]).exp_()
+        entropy_C = normaliser_C - (p_CV * logits_CV).sum(-1)
+    return logprob_C, normaliser_C, entropy_C
+
+
+def _row_gradient(
+    logits_CV: Tensor,
+    target_C: Tensor,
+    normaliser_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Gradient by the logits, in their dtype; the logits are lost."""
+    if logits_CV.is_cuda:
+        from runtime.trainer.torch import kernels
+
+        return kernels.row_gradient_(
+            logits_CV, target_C, normaliser_C, entropy_C, grad_logprob_C, grad_entropy_C,
+            temperature=temperature,
+        )  # fmt: skip
+    logprob_CV = _scaled(logits_CV, temperature)
+    logprob_CV = logprob_CV.sub_(normaliser_C[:, None])
+    p_CV = logprob_CV.exp()
+    # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+    scale_C1 = grad_logprob_C[:, None]
+    grad_CV = p_CV * -scale_C1
+    if grad_entropy_C is not None:
+        inner_CV = logprob_CV.add_(entropy_C[:, None]).mul_(p_CV)
+        grad_CV -= inner_CV.mul_(grad_entropy_C[:, None])
+    grad_CV.scatter_add_(1, target_C[:, None], scale_C1)
+    return (grad_CV / temperature).to(logits_CV.dtype)
+
+
+def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
     # The product in the model's dtype, the rest in fp32: what engines do.
-    logits = (hidden_CD @ weight_VD.t()).float()
-    return logits if temperature == 1.0 else logits / temperature
+    logits_CV = logits_CV.float()
+    return logits_CV if temperature == 1.0 else logits_CV / temperature
 
 
 def chunked_logprobs(
@@ -80,6 +147,7 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     with_entropy: bool,
+    kept_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of ``target_R`` and entropies of their distributions, at ``temperature``.
 
@@ -88,11 +156,18 @@ def chunked_logprobs(
         weight_VD: [V, D] of the output layer; it has no bias.
         target_R: int64 [R].
         temperature: logits are divided by it, as in sampling.
-        chunk: rows whose logits exist at one time.
+        chunk: rows whose logits exist at one time, beside kept ones.
         with_entropy: otherwise the second result is 0 and has no gradient.
+        kept_bytes: logits that may be kept for the backward pass; None: 5 GiB on a GPU, 64 MiB on
+            a CPU.
 
     Returns:
         float32 [R] and float32 [R], natural log; both carry gradients.
     """
-    result = _ChunkedHead.apply(hidden_RD, weight_VD, target_R, temperature, chunk, with_entropy)
+    limit = _KEPT_BYTES.get(hidden_RD.device.type, 0) if kept_bytes is None else kept_bytes
+    row_bytes = weight_VD.shape[0] * hidden_RD.element_size()
+    num_kept = min(hidden_RD.shape[0], limit // row_bytes) if torch.is_grad_enabled() else 0
+    result = _ChunkedHead.apply(
+        hidden_RD, weight_VD, target_R, temperature, chunk, with_entropy, num_kept
+    )
     return cast("tuple[Tensor, Tensor]", result)

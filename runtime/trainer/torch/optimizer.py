@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from runtime.trainer.settings import OptimizerSettings
+from runtime.trainer.torch.adamw import AdamW, ListAdamW, LongAdamW
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.weights import Weights
 
@@ -30,28 +31,22 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
 
 
 class Optimizer:
-    """Optimizer state of one rank. Moments exist from the start, so state has one shape always."""
+    """When a step is taken, how long its gradient is, and at which rate."""
 
     def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
         self._weights = weights
         self._settings = settings
-        self._adam = torch.optim.AdamW(
-            weights.masters,
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
+        self._adam: AdamW = (
+            ListAdamW(weights, settings)
+            if weights.long is None
+            else LongAdamW(weights.long, settings)
         )
-        for master in weights.masters:
-            self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients, before clipping; equal on all ranks."""
+        if self._weights.long is not None:
+            whole = self._weights.long.gradient()
+            return global_norm([] if whole is None else [whole], self._weights.ranks)
         return global_norm(self._weights.collect_gradients(), self._weights.ranks)
 
     def step(self, update: int, norm: float) -> bool:
@@ -63,29 +58,32 @@ class Optimizer:
         is_taken = math.isfinite(norm)
         if is_taken:
             limit = self._settings.max_grad_norm
-            if norm > limit:
-                for gradient in self._weights.collect_gradients():
-                    gradient.mul_(limit / (norm + 1e-6))
-            self._adam.param_groups[0]["lr"] = learning_rate(self._settings, update)
-            self._adam.step()
-            self._weights.masters_changed()
+            factor = limit / (norm + 1e-6) if norm > limit else 1.0
+            self._adam.step(learning_rate(self._settings, update), factor)
         self._weights.drop_gradients()
         return is_taken
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of (first, second) moment of each master, to read or to write."""
-        states = [self._adam.state[master] for master in self._weights.masters]
-        return [(s["exp_avg"], s["exp_avg_sq"]) for s in states]
+        return self._adam.moments()
+
+    @property
+    def measures_change(self) -> bool:
+        """A step measures how far it moves the masters, so nobody need keep the old ones."""
+        return isinstance(self._adam, LongAdamW)
+
+    def change_norm(self) -> float:
+        """L2 norm of what the last step taken changed; only where ``measures_change``."""
+        return math.sqrt(self._adam.squared_change() or 0.0)
 
     @property
     def num_steps(self) -> int:
         """Steps taken, as bias correction counts them."""
-        return int(self._adam.state[self._weights.masters[0]]["step"].item())
+        return self._adam.num_steps
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        for master in self._weights.masters:
-            self._adam.state[master]["step"].fill_(float(value))
+        self._adam.num_steps = value
 
 
 def global_norm(parts: Sequence[Tensor], ranks: Ranks) -> float:

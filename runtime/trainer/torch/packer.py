@@ -21,8 +21,18 @@ from runtime.trainer.torch.scorer import PackedScorer
 class Packer:
     """Plans and packs the bins of this rank; every rank makes the same plan by itself."""
 
-    def __init__(self, ranks: Ranks, *, capacity: int, share_prompts: bool, cost: Cost) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        capacity: int,
+        share_prompts: bool,
+        cost: Cost,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.ranks = ranks
+        # The variable-length kernel is one for GPUs and for half precision.
+        self._takes_ragged = ranks.device.type == "cuda" and dtype == torch.bfloat16
         self._capacity = capacity
         self._share_prompts = share_prompts
         self._cost = cost
@@ -47,11 +57,14 @@ class Packer:
         """
         for a_bin in self.plan(sequences, chosen)[self.ranks.rank]:
             if a_bin:
-                yield pack_row(a_bin, sequences, self.ranks.device), True
+                yield self._pack(a_bin, sequences), True
             else:
                 some = sequences[chosen[0]]
                 idle = [Unit(some.prompt_len, ((chosen[0], len(some.logprobs)),))]
-                yield pack_row(idle, sequences, self.ranks.device), False
+                yield self._pack(idle, sequences), False
+
+    def _pack(self, a_bin: Bin, sequences: abc.Sequence[Sequence]) -> PackedRow:
+        return pack_row(a_bin, sequences, self.ranks.device, takes_ragged=self._takes_ragged)
 
 
 def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
@@ -72,8 +85,12 @@ def score(
 ) -> Tensor:
     """Log-probs of all response tokens: float32 [R] on the CPU, whole on every rank. Collective."""
     flat_R = torch.zeros(int(offset_S[-1]))
+    # Kept on the device until all rows run: the host packs a row while the one before it runs.
+    scored: list[tuple[Tensor, Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_N, _ = scorer(row)
         if counts:
-            flat_R[torch.from_numpy(flat_places(row, offset_S))] = logprob_N.cpu()
+            scored.append((torch.from_numpy(flat_places(row, offset_S)), logprob_N))
+    for at, logprob_N in scored:
+        flat_R[at] = logprob_N.cpu()
     return packer.ranks.add_up_on_cpu(flat_R)

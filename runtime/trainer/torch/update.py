@@ -16,19 +16,18 @@ from torch import Tensor
 
 from runtime.trainer import contracts, losses
 from runtime.trainer.flat import flatten
-from runtime.trainer.objective import Objective, TokenInputs, objective
+from runtime.trainer.objective import TokenInputs, objective
 from runtime.trainer.packing import split_into_steps
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import TrainerSettings
-from runtime.trainer.torch.layout import PackedRow
+from runtime.trainer.torch.layout import PackedRow, to_device
 from runtime.trainer.torch.optimizer import Optimizer, global_norm, learning_rate
 from runtime.trainer.torch.packer import Packer, flat_places, score
+from runtime.trainer.torch.results import SUMS, RowResult
 from runtime.trainer.torch.scorer import PackedScorer
 from runtime.trainer.torch.weights import Weights
 
 # Legend: S sequences, R response tokens of the whole collection; N response tokens of one row.
-
-_SUMS = ("loss", "policy_loss", "kl_loss", "clipped", "active")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ class Update:
         """
         settings = self._m.settings
         steps = split_into_steps(self._flat.group_S.tolist(), settings.updates_per_collection)
-        before = [master.detach().clone() for master in self._m.weights.masters]
+        before = self._masters_to_compare(num_steps=len(steps))
         try:
             with self._timed("scoring"):
                 self._score_ahead(num_steps=len(steps))
@@ -88,6 +87,12 @@ class Update:
             self._m.weights.drop_gradients()
         self._report(before, num_steps=len(steps))
         return {name: value for name, value in self._values.items() if math.isfinite(value)}
+
+    def _masters_to_compare(self, *, num_steps: int) -> list[Tensor] | None:
+        """Copies of the masters; None where the only step measures its change itself."""
+        if num_steps == 1 and self._m.optimizer.measures_change:
+            return None
+        return [master.detach().clone() for master in self._m.weights.masters]
 
     def _score_ahead(self, *, num_steps: int) -> None:
         """Old and reference log-probs, where the forward pass of training cannot give them.
@@ -109,10 +114,10 @@ class Update:
             record = is_first and not self._is_scored_ahead
             for name, value in self.accumulate(chosen, record=record).items():
                 self._sums[name] += value
-        if is_first:
-            self._check_agreement()
-        with self._timed("optimizer"):
+            if is_first:  # on a GPU the backward pass still runs meanwhile
+                self._check_agreement()
             norm = self._m.optimizer.grad_norm()
+        with self._timed("optimizer"):
             if not self._loss.has_other_terms:
                 policy_norm = norm
             if not self._expects_policy_gradient(chosen) and math.isfinite(policy_norm or 0.0):
@@ -161,42 +166,46 @@ class Update:
             self._flat.active_per_sequence()[chosen],
             max_response_tokens=self._loss.max_response_tokens,
         )
-        total = torch.zeros(len(_SUMS), dtype=torch.float64)
-        for row, counts in self._m.packer.rows(self._batch.sequences, chosen):
-            result = self._run_row(row, weight_S * counts, counts and record, policy_only)
-            if counts:
-                parts = (
-                    result.loss,
-                    result.policy_loss,
-                    result.kl_loss,
-                    result.num_clipped,
-                    result.num_active,
-                )
-                total += torch.stack([part.detach().double().cpu() for part in parts])
+        rows = [
+            self._run_row(row, weight_S * counts, counts, policy_only)
+            for row, counts in self._m.packer.rows(self._batch.sequences, chosen)
+        ]
+        # Only now: until here the host ran ahead, packing one row while the one before it ran.
+        total = torch.zeros(len(SUMS), dtype=torch.float64)
+        for row in rows:
+            row.wait()
+            if not row.counts:
+                continue
+            total += row.sums
+            if record:
+                self._train_R[row.at] = row.logprob_N
+            if row.entropy_N is not None:
+                self._entropy_R[row.at] = row.entropy_N
         if record:
             self._train_R = self._ranks.add_up_on_cpu(self._train_R)
             self._measured_R = np.isin(self._flat.seq_R, chosen)
-        return dict(zip(_SUMS, self._ranks.add_up_on_cpu(total).tolist(), strict=True))
+        return dict(zip(SUMS, self._ranks.add_up_on_cpu(total).tolist(), strict=True))
 
     def _run_row(
-        self, row: PackedRow, weight_S: NDArray[np.float64], record: bool, policy_only: bool
-    ) -> Objective:
+        self, row: PackedRow, weight_S: NDArray[np.float64], counts: bool, policy_only: bool
+    ) -> RowResult:
         with_entropy = self._loss.needs_entropy and not policy_only
-        logprob_N, entropy_N = self._m.weights.scorer(row, with_entropy=with_entropy)
         at = flat_places(row, self._flat.offset_S)
+        logprob_N, entropy_N = self._m.weights.scorer(row, with_entropy=with_entropy)
+        inputs = self._inputs(row, at, weight_S)  # while the forward pass runs
         result = objective(
             self._loss,
             logprob_T=logprob_N,
             entropy_T=entropy_N,
-            inputs=self._inputs(row, at, weight_S),
+            inputs=inputs,
             policy_only=policy_only,
         )
+        # Sent before the backward pass is queued, so that they arrive while it runs.
+        kept = RowResult.sent(
+            at, result, logprob_N, entropy_N if with_entropy else None, counts=counts
+        )
         result.loss.backward()
-        if record:
-            self._train_R[at] = logprob_N.detach().cpu()
-        if with_entropy and weight_S.any():
-            self._entropy_R[at] = entropy_N.detach().cpu()
-        return result
+        return kept
 
     def _inputs(
         self, row: PackedRow, at: NDArray[np.int64], weight_S: NDArray[np.float64]
@@ -204,20 +213,22 @@ class Update:
         device = self._ranks.device
         flat = self._flat
         seq_N = flat.seq_R[at]
-        behaviour_N = torch.from_numpy(flat.behaviour_R[at]).to(device)
-        train_N = self._train_R[at].to(device) if self._is_scored_ahead else None
+        behaviour_N = to_device(flat.behaviour_R[at], device)
+        train_N = to_device(self._train_R[at].numpy(), device) if self._is_scored_ahead else None
         return TokenInputs(
             segments=losses.Segments(
-                active_T=torch.from_numpy(flat.active_R[at]).to(device),
+                active_T=to_device(flat.active_R[at], device),
                 seq_T=row.seq_R,
                 num_sequences=row.num_sequences,
             ),
-            weight_T=torch.from_numpy(weight_S[seq_N].astype(np.float32)).to(device),
-            advantage_T=torch.from_numpy(flat.advantage_S[seq_N]).to(device),
+            weight_T=to_device(weight_S[seq_N].astype(np.float32), device),
+            advantage_T=to_device(flat.advantage_S[seq_N], device),
             behaviour_T=behaviour_N,
             old_T=behaviour_N if self._loss.old_policy == "behaviour" else train_N,
             train_T=train_N,
-            reference_T=None if self._reference_R is None else self._reference_R[at].to(device),
+            reference_T=None
+            if self._reference_R is None
+            else to_device(self._reference_R[at].numpy(), device),
         )
 
     def _check_agreement(self) -> None:
@@ -232,7 +243,7 @@ class Update:
             figures, limit=self._m.settings.max_mean_logprob_gap, update=self._batch.update
         )
 
-    def _report(self, before: list[Tensor], *, num_steps: int) -> None:
+    def _report(self, before: list[Tensor] | None, *, num_steps: int) -> None:
         flat, values = self._flat, self._values
         mixed, equal = flat.num_groups()
         expected = self._expects_policy_gradient(list(range(flat.num_sequences)))
@@ -256,11 +267,17 @@ class Update:
         if self._loss.needs_entropy:
             entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)
             values["entropy"] = entropy_R[torch.from_numpy(flat.active_R)].double().mean().item()
-        self._report_mismatch()
+        self._report_mismatch()  # beside the optimizer's kernel, which the next line waits for
+        values["parameter_change_norm"] = self._change_norm(before)
+        values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
+
+    def _change_norm(self, before: list[Tensor] | None) -> float:
+        if before is None:
+            taken = bool(self._norms["total_grad_norm"])
+            return self._m.optimizer.change_norm() if taken else 0.0
         after = self._m.weights.masters
         change = [old.sub_(new.detach()) for old, new in zip(before, after, strict=True)]
-        values["parameter_change_norm"] = global_norm(change, self._ranks)
-        values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
+        return global_norm(change, self._ranks)
 
     def _report_mismatch(self) -> None:
         """Trainer against engine over all measured tokens, policy age included."""

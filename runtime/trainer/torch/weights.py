@@ -1,15 +1,15 @@
 """The weights of one rank: what the forward pass reads, what the optimizer changes, what leaves.
 
 Masters are plain fp32 tensors in all cases. fp32 alone: the model's own parameters. bf16 alone: the
-model holds bf16, masters lie beside it, and a gradient moves to its master as soon as the layer's
-backward is done, so accumulation is in fp32. More ranks: FSDP2 keeps fp32 shards and casts when it
-gathers; a master is this rank's shard, the same memory, since AdamW works element by element.
+model holds bf16, masters lie beside it (``LongWeights``), and a gradient moves to its master as
+soon as the layer's backward is done, so accumulation is in fp32. More ranks: FSDP2 keeps fp32
+shards and casts when it gathers; a master is this rank's shard, the same memory, since AdamW works
+element by element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from runtime.engines.protocol import TensorSpec
+from runtime.trainer.torch.long import LongWeights
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import PackedScorer
 
@@ -34,6 +35,9 @@ class Weights:
             _shard(scorer, ranks, dtype)
         self.names = [name for name, _ in scorer.hf_names()]
         self.params = [p for _, p in scorer.hf_names()]
+        self.long: LongWeights | None = None
+        if ranks.size == 1 and dtype != torch.float32:
+            self.long = LongWeights(self.params, dtype)
         self.masters = self._make_masters()
 
     @staticmethod
@@ -50,16 +54,12 @@ class Weights:
     def _make_masters(self) -> list[nn.Parameter]:
         if self.ranks.size > 1:
             return [nn.Parameter(_local(p.detach())) for p in self.params]
-        if self.dtype == torch.float32:
-            return self.params
-        masters = [nn.Parameter(p.detach().clone()) for p in self.params]
-        for param, master in zip(self.params, masters, strict=True):
-            param.data = param.data.to(self.dtype)
-            param.register_post_accumulate_grad_hook(_moves_gradient_to(master))
-        return masters
+        return self.params if self.long is None else self.long.masters
 
     def collect_gradients(self) -> list[Tensor]:
         """This rank's part of each gradient that exists, as the masters' ``grad``."""
+        if self.long is not None:
+            self.long.settle()
         if self.ranks.size > 1:
             for param, master in zip(self.params, self.masters, strict=True):
                 master.grad = None if param.grad is None else _local(param.grad)
@@ -67,15 +67,16 @@ class Weights:
 
     def masters_changed(self) -> None:
         """Bring the forward pass up to date after the masters were written."""
-        if self.ranks.size == 1 and self.dtype != torch.float32:
+        if self.long is not None:
             with torch.no_grad():
-                for param, master in zip(self.params, self.masters, strict=True):
-                    param.copy_(master)
+                self.long.round_masters()
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         for tensor in (*self.params, *self.masters):
             tensor.grad = None
+        if self.long is not None:
+            self.long.drop_gradient()
 
     def row_slices(self) -> list[tuple[tuple[int, ...], int]]:
         """Global shape, and first row of this rank's part, per weight."""
@@ -120,20 +121,6 @@ def _shard(scorer: PackedScorer, ranks: Ranks, dtype: torch.dtype) -> None:
         sharded.set_gradient_divide_factor(1.0)
         # gloo knows no scaled sum.
         sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _moves_gradient_to(master: nn.Parameter) -> Any:
-    def move(param: Tensor) -> None:
-        gradient = param.grad
-        param.grad = None
-        if gradient is None:
-            return
-        if master.grad is None:
-            master.grad = gradient.float()
-        else:
-            master.grad.add_(gradient)
-
-    return move
 
 
 def _global_shape_and_start(tensor: Tensor, ranks: Ranks) -> tuple[tuple[int, ...], int]:

@@ -1,0 +1,164 @@
+"""AdamW on a list of masters, or on long weights in one kernel. Same arithmetic."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.trainer.settings import OptimizerSettings
+from runtime.trainer.torch.long import LongWeights
+from runtime.trainer.torch.weights import Weights
+
+
+class AdamW(Protocol):
+    """Moments of one rank, which exist from the start, so that state has one shape always."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, as bias correction counts them."""
+        ...
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None: ...
+
+    def step(self, lr: float, grad_factor: float) -> None:
+        """One step with the gradients of the masters times ``grad_factor``."""
+        ...
+
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        """(first, second) moment of each master, to read or to write."""
+        ...
+
+    def squared_change(self) -> float | None:
+        """Squared L2 norm of what the last step changed; None where that was not measured."""
+        ...
+
+
+class ListAdamW:
+    """torch's own, over any masters."""
+
+    def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
+        self._weights = weights
+        self._adam = torch.optim.AdamW(
+            weights.masters,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        for master in weights.masters:
+            self._adam.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def step(self, lr: float, grad_factor: float) -> None:
+        """See AdamW."""
+        if grad_factor != 1.0:
+            for gradient in self._weights.collect_gradients():
+                gradient.mul_(grad_factor)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._weights.masters_changed()
+
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        """See AdamW."""
+        states = [self._adam.state[master] for master in self._weights.masters]
+        return [(s["exp_avg"], s["exp_avg_sq"]) for s in states]
+
+    def squared_change(self) -> float | None:
+        """See AdamW."""
+        return None
+
+    @property
+    def num_steps(self) -> int:
+        """See AdamW."""
+        return int(self._adam.state[self._weights.masters[0]]["step"].item())
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        for master in self._weights.masters:
+            self._adam.state[master]["step"].fill_(float(value))
+
+
+class LongAdamW:
+    """Clip, step, rounding and the measure of the change in one pass over memory."""
+
+    def __init__(self, long: LongWeights, settings: OptimizerSettings) -> None:
+        self._long = long
+        self._settings = settings
+        self._exp_avg_N = torch.zeros_like(long.master_N)
+        self._exp_avg_sq_N = torch.zeros_like(long.master_N)
+        self._squared_change: Tensor | None = None
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_factor: float) -> None:
+        """See AdamW. Without any gradient the step is not taken."""
+        grad_N = self._long.gradient()
+        if grad_N is None:
+            return
+        self.num_steps += 1
+        beta1, beta2 = self._settings.beta1, self._settings.beta2
+        step = adamw_
+        if grad_N.is_cuda:
+            from runtime.trainer.torch import kernels
+
+            step = kernels.adamw_
+        self._squared_change = step(
+            self._long.param_N,
+            self._long.master_N,
+            self._exp_avg_N,
+            self._exp_avg_sq_N,
+            grad_N,
+            grad_factor=grad_factor,
+            decay=1.0 - lr * self._settings.weight_decay,
+            step_size=lr / (1.0 - beta1**self.num_steps),
+            root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
+            betas=(beta1, beta2),
+            eps=self._settings.adam_eps,
+        )
+
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        """See AdamW."""
+        named = self._long.named
+        return list(zip(named(self._exp_avg_N), named(self._exp_avg_sq_N), strict=True))
+
+    def squared_change(self) -> float | None:
+        """See AdamW."""
+        if self._squared_change is None:
+            return 0.0
+        return self._squared_change.double().sum().item()
+
+
+def adamw_(
+    param_N: Tensor,
+    master_N: Tensor,
+    exp_avg_N: Tensor,
+    exp_avg_sq_N: Tensor,
+    grad_N: Tensor,
+    *,
+    grad_factor: float,
+    decay: float,
+    step_size: float,
+    root_correction: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> Tensor:
+    """What ``kernels.adamw_`` does, in plain torch: its CPU form.
+
+    Source: Loshchilov and Hutter 2019.
+    """
+    grad_N = grad_N * grad_factor
+    exp_avg_N.lerp_(grad_N, 1.0 - betas[0])
+    exp_avg_sq_N.mul_(betas[1]).addcmul_(grad_N, grad_N, value=1.0 - betas[1])
+    old_N = master_N.clone()
+    root_N = exp_avg_sq_N.sqrt().mul_(root_correction).add_(eps)
+    master_N.mul_(decay).addcdiv_(exp_avg_N, root_N, value=-step_size)
+    param_N.copy_(master_N)
+    return old_N.sub_(master_N).square_()
