@@ -114,9 +114,7 @@ def test_doing_it_again_changes_nothing_and_mends_what_was_changed(
     up, before = first
     (automation,) = up.get("/automations/filter", {})
     with httpx.Client(base_url=up.api, timeout=20, trust_env=False) as client:
-        client.patch(
-            f"/automations/{automation['id']}", json={"enabled": False}
-        ).raise_for_status()
+        client.patch(f"/automations/{automation['id']}", json={"enabled": False}).raise_for_status()
         assert not client.get(f"/automations/{automation['id']}").json()["enabled"]
     again = Up(home, port, "--no-worker")
     after = again.answer()
