@@ -44,7 +44,7 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
             if run.loaded.spec.output.export_hf:
                 export(run)
             finish(run)
-            report(run)
+            report(run, return_state=True)  # a complete run is complete without its report
     except RunEnded as ended:
         return ended_state(ended)
     return Completed(name="Complete", message=f"{run.name} at update {run.end_update()}")

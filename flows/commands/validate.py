@@ -48,11 +48,15 @@ def _check_keepalive(loaded: LoadedRun, report: InputReport) -> None:
     )
     from runtime.errors import ConfigError
 
-    server_s = float(loaded.spec.rollout.engine_args.get("keepalive_s", SERVER_KEEPALIVE_S))
+    field = "rollout.engine_args.keepalive_s"
+    server_s = loaded.spec.rollout.engine_args.get("keepalive_s", SERVER_KEEPALIVE_S)
+    if isinstance(server_s, str | bool):
+        report.problems.append((field, f"must be seconds as a number, not {server_s!r}"))
+        return
     try:
         check_keepalive_order(server_s=server_s)
     except ConfigError as error:
-        report.problems.append(("rollout.engine_args.keepalive_s", error.message))
+        report.problems.append((field, error.message))
     else:
         report.checked.append(
             f"keep-alive: engines keep idle connections {server_s:g} s, "

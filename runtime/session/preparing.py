@@ -32,6 +32,16 @@ if TYPE_CHECKING:
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("session")
 _DEADLINE_S = 1800.0
 _ERROR_EXIT = 3
+_FOLDER_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""What decides shapes and token ids in a folder of the author's."""
 
 
 class PreparedSet(BaseModel):
@@ -97,8 +107,8 @@ async def prepare(attempt: AttemptDir) -> Prepared:
         SessionLost: if the process died without a word.
     """
     spec = RunSpec.model_validate_json(attempt.run.read_bytes())
-    standing = Prepared.read(attempt.root)
-    if standing is not None and _is_untouched(standing, spec):
+    standing = _standing(attempt.root, spec)
+    if standing is not None:
         return standing
     command = [sys.executable, "-m", "runtime.session.preparing", str(attempt.path)]
     try:
@@ -182,10 +192,7 @@ def _sources(spec: RunSpec) -> list[Path]:
     named += [section.prompts for section in spec.evaluation.sets.values()]
     folders = [spec.model.path, spec.model.tokenizer or spec.model.path]
     inside = [
-        Path(folder) / name
-        for folder in folders
-        if folder is not None
-        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+        Path(folder) / name for folder in folders if folder is not None for name in _FOLDER_FILES
     ]
     return [Path(path) for path in named if path is not None] + inside
 
@@ -199,15 +206,25 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _is_untouched(receipt: Prepared, spec: RunSpec) -> bool:
-    """The receipt answers this run file, its sources stand as they were, its copies are there."""
-    copies = [receipt.data, *(found.data for found in receipt.sets.values())]
-    return (
-        receipt.asked == _asked(spec)
-        and receipt.sources == {str(path): _stamp(path) for path in _sources(spec)}
-        and Path(receipt.model, "config.json").is_file()
-        and all(Path(path).is_file() for path in copies)
-    )
+def _standing(root: RunRoot, spec: RunSpec) -> Prepared | None:
+    """The receipt, if it answers this run file, its sources are as they were, its copies here.
+
+    A receipt that cannot be read is none: the preparation writes it anew.
+    """
+    try:
+        receipt = Prepared.read(root)
+    except PartialWrite:
+        return None
+    if receipt is None or receipt.asked != _asked(spec):
+        return None
+    if receipt.sources != {str(path): _stamp(path) for path in _sources(spec)}:
+        return None
+    made = [receipt.data, *(found.data for found in receipt.sets.values())]
+    if spec.model.recipe is not None:
+        made.append(f"{receipt.model}/config.json")
+    # A copied run folder names the files of the one it was copied from.
+    is_here = all(Path(path).is_relative_to(root.prepared) for path in made)
+    return receipt if is_here and all(Path(path).is_file() for path in made) else None
 
 
 def _recipe(spec: RunSpec, root: RunRoot) -> Laptop | None:

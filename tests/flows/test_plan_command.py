@@ -92,8 +92,8 @@ def test_validate_lists_problems_of_inputs_with_their_line(tmp_path: Path) -> No
     assert milepost("plan", str(path)).returncode == 0
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(5.0, 1), (10.0, 0)])
-def test_validate_holds_engines_to_the_keepalive_order(seconds: float, code: int) -> None:
+@pytest.mark.parametrize(("seconds", "code"), [("5.0", 1), ('"a"', 1), ("10.0", 0)])
+def test_validate_holds_engines_to_the_keepalive_order(seconds: str, code: int) -> None:
     done = milepost(
         "validate", LAPTOP, "--json", "--set", f"rollout.engine_args = {{keepalive_s = {seconds}}}"
     )

@@ -1,6 +1,7 @@
 """The preparation as its own process: what it says of model and data that cannot be used."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,7 +141,57 @@ def test_model_data_and_sets_are_frozen_and_found_again(order: Order) -> None:
 def test_the_source_may_be_gone_once_it_is_frozen(order: Order) -> None:
     prepared = order.prepare()
     order.train.unlink()
+    assert order.prepare(2).fingerprint == prepared.fingerprint
+
+
+@pytest.fixture
+def processes(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for every preparation process that was run."""
+    run: list[str] = []
+    real = preparing.anyio.run_process
+
+    async def counted(argv: list[str], *, check: bool) -> Any:
+        run.append(argv[3])
+        return await real(argv, check=check)
+
+    monkeypatch.setattr(preparing.anyio, "run_process", counted)
+    return run
+
+
+def test_what_stands_is_not_prepared_again(order: Order, processes: list[str]) -> None:
+    prepared = order.prepare()
     assert order.prepare(2) == prepared
+    assert len(processes) == 1
+    order.train.touch()  # may be another content: it is looked at, and found to be the same
+    assert order.prepare(3).fingerprint == prepared.fingerprint
+    assert len(processes) == 2
+
+
+def test_a_frozen_copy_that_is_gone_is_named(order: Order, processes: list[str]) -> None:
+    prepared = order.prepare()
+    Path(prepared.sets["held"].data).unlink()
+    with pytest.raises(ConfigError, match=r"evaluation-held\.parquet cannot be read"):
+        order.prepare(2)
+    assert len(processes) == 2
+
+
+@pytest.mark.parametrize("damage", ["receipt", "moved"])
+def test_what_does_not_stand_is_prepared_again(
+    order: Order, processes: list[str], damage: str
+) -> None:
+    prepared = order.prepare()
+    if damage == "receipt":
+        preparing.receipt_path(order.root).write_text("{")
+    else:
+        moved = RunRoot(order.folder / "other")
+        shutil.copytree(order.root.path, moved.path)
+        order.root = moved
+    again = order.prepare(2)
+    assert len(processes) == 2
+    assert again.fingerprint == prepared.fingerprint
+    assert all(
+        Path(path).is_relative_to(order.root.path) for path in (again.data, again.sets["held"].data)
+    )
 
 
 @pytest.mark.usefixtures("in_this_process")

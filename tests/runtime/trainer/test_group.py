@@ -162,7 +162,7 @@ async def refuses() -> None:
 def test_only_siblings_that_may_hang_are_ended_with_a_failed_call(
     sibling: Callable[[], Any], is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "_BLAME_S", 0.0)
+    monkeypatch.setattr(group_module, "_BLAME_S", 0.05)
 
     async def main() -> None:
         group = TrainerGroup([], [], Placement(ranks=2), 4)
