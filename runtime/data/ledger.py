@@ -271,20 +271,7 @@ class Ledger:
     def counts(self) -> LedgerCounts:
         """All counters, from one moment. O(1)."""
         with self._lock:
-            ended = sum(self._totals.values())
-            gap = self._cursor - ended - len(self._open)
-            return LedgerCounts(
-                remaining=num_begun(self._cursor, self._order.num_prompts) - self._cursor,
-                pending=len(self._open),
-                **self._totals,
-                requeued=self._num_requeued,
-                lost=max(0, gap),
-                doubled=max(0, -gap),
-                digest=self._digest,
-                queued=self._stages[Stage.QUEUED],
-                in_flight=self._stages[Stage.IN_FLIGHT],
-                finished=self._stages[Stage.FINISHED],
-            )
+            return self._counted()
 
     def check(self) -> None:
         """Hold the ledger to its contract; O(pending).
@@ -293,8 +280,8 @@ class Ledger:
             ContractViolation: if a prompt is in no state or in two, or the queue and the stages
                 disagree.
         """
-        counts = self.counts()
         with self._lock:
+            counts = self._counted()
             queued = {p for p, o in self._open.items() if o.stage is Stage.QUEUED}
             is_consistent = (
                 len(queued) == len(self._queue) == counts.queued
@@ -310,6 +297,22 @@ class Ledger:
             )
 
     # --- Under the lock ---------------------------------------------------------------------
+
+    def _counted(self) -> LedgerCounts:
+        ended = sum(self._totals.values())
+        gap = self._cursor - ended - len(self._open)
+        return LedgerCounts(
+            remaining=num_begun(self._cursor, self._order.num_prompts) - self._cursor,
+            pending=len(self._open),
+            **self._totals,
+            requeued=self._num_requeued,
+            lost=max(0, gap),
+            doubled=max(0, -gap),
+            digest=self._digest,
+            queued=self._stages[Stage.QUEUED],
+            in_flight=self._stages[Stage.IN_FLIGHT],
+            finished=self._stages[Stage.FINISHED],
+        )
 
     def _present(self, prompt: PromptId, attempt: int) -> OpenPrompt | None:
         opened = self._open.get(prompt)
