@@ -84,7 +84,7 @@ def _unpacked(
         for name in _PER_TOKEN
     }
     count = len(arrays["tokens/lengths"])
-    fields = parts | scalars
+    fields: dict[str, Any] = {**parts, **scalars}
     sequences = tuple(Sequence(**{name: fields[name][i] for name in fields}) for i in range(count))
     return TrainBatch(update=update, sequences=sequences, consumed_digest=digest)
 
