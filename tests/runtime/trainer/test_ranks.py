@@ -18,7 +18,7 @@ from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 from tests.runtime.trainer.tiny import make_sequences
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SETTINGS = TrainerSettings(
     loss=LossSettings.named("grpo", kl="k3", kl_coef=0.1, entropy_coef=0.01),
@@ -87,8 +87,8 @@ def rank_main(rank: int, pipe: Connection, model: Path, base: Path) -> None:
 def rank_process(
     rank: int, model: Path, base: Path
 ) -> Iterator[tuple[Connection, multiprocessing.Process]]:
-    # Forked: importing torch twice more would take most of the test's time.
-    context = multiprocessing.get_context("fork")
+    # Spawned: a fork of a process whose threads are at work inherits their locks, held.
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=rank_main, args=(rank, theirs, model, base))
     process.start()
@@ -107,7 +107,7 @@ def runs(
     base = tmp_path_factory.mktemp("ranks")
     alone = run(Ranks(), model_folder, save=base / "one")
     with rank_process(0, model_folder, base) as (first, a):
-        assert first.poll(60), "rank 0 did not listen"
+        assert first.poll(90), "rank 0 did not listen"
         port = first.recv()
         with rank_process(1, model_folder, base) as (second, b):
             second.send(port)
