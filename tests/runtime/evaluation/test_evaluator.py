@@ -122,7 +122,9 @@ async def test_a_result_at_an_update_is_never_made_twice_over_epochs(
     assert again == first
     assert sum(evaluating.asked.engine.calls.values()) == 6
     assert not evaluating.root.evaluation("e2.u4", "held").exists()
-    assert len(evaluating.told.rows) == 1
+    # The row of the first epoch may have died with its session: told again, and the same.
+    made, repeated = evaluating.told.rows
+    assert repeated == made
 
 
 async def test_a_rewind_below_it_makes_it_anew(evaluating: Evaluating) -> None:
