@@ -15,24 +15,14 @@ from runtime.data.order import PromptOrder
 from runtime.errors import ContractViolation, RetryBy
 from runtime.rundir.chain import Chain
 from runtime.rundir.records import CommitRecord
-from tests.runtime.checkpoints.tiny_run import IDENTITY, TinyRun, new_root, take_over
-
-
-async def _trained(root, updates: int) -> None:
-    async with anyio.create_task_group() as tasks:
-        run = TinyRun(root, take_over(root), tasks)
-        await run.begin()
-        for _ in range(updates):
-            run.train()
-            await run.boundary()
-            await run.committer.settle()
+from tests.runtime.checkpoints.tiny_run import IDENTITY, TinyRun, new_root, take_over, trained
 
 
 @pytest.fixture
 def root(tmp_path):
     """A run with commits of updates 0 to 3."""
     root = new_root(tmp_path / "run")
-    anyio.run(_trained, root, 3)
+    anyio.run(trained, root, 3)
     return root
 
 
@@ -80,7 +70,7 @@ def test_the_newest_commit_is_found_with_its_whole_ledger(root):
 
 def test_commit_0_refers_to_the_initial_model(tmp_path):
     root = new_root(tmp_path)
-    anyio.run(_trained, root, 0)
+    anyio.run(trained, root, 0)
     found = find(root)
     assert found.commit.update == 0
     assert found.initial == {"path": "prepared/model", "digest": "m"}

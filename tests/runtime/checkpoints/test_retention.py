@@ -13,24 +13,14 @@ from runtime.errors import FencedError
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.records import CommitRecord
-from tests.runtime.checkpoints.tiny_run import TinyRun, new_root, take_over
-
-
-async def _trained(root, updates: int) -> None:
-    async with anyio.create_task_group() as tasks:
-        run = TinyRun(root, take_over(root), tasks)
-        await run.begin()
-        for _ in range(updates):
-            run.train()
-            await run.boundary()
-            await run.committer.settle()
+from tests.runtime.checkpoints.tiny_run import new_root, take_over, trained
 
 
 @pytest.fixture
 def root(tmp_path):
     """A run with commits of updates 0 to 5."""
     root = new_root(tmp_path / "run")
-    anyio.run(_trained, root, 5)
+    anyio.run(trained, root, 5)
     return root
 
 
@@ -103,7 +93,7 @@ def test_a_kill_at_any_operation_leaves_whole_folders_and_the_next_call_finishes
     tmp_path_factory, kills, keep
 ):
     root = new_root(tmp_path_factory.mktemp("run"))
-    anyio.run(_trained, root, 3)
+    anyio.run(trained, root, 3)
     for number in kills:
         left = number
 

@@ -114,3 +114,14 @@ def new_root(path: Path) -> RunRoot:
     root = RunRoot.of(path)
     root.create()
     return root
+
+
+async def trained(root: RunRoot, updates: int) -> None:
+    """One epoch that commits its start and every update."""
+    async with anyio.create_task_group() as tasks:
+        run = TinyRun(root, take_over(root), tasks)
+        await run.begin()
+        for _ in range(updates):
+            run.train()
+            await run.boundary()
+            await run.committer.settle()
