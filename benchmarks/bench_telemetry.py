@@ -47,7 +47,7 @@ def one_update(recorder: Recorder, update: int, tick: Callable[[], bool]) -> Non
     recorder.metrics.log(Axis.ROLLOUT, update, ROLLOUT)
     for name in ("optimizer", "policy_agreement", "publication"):
         recorder.contracts.write(name, update=update, holds=True, values=ROLLOUT)
-    for event in (Event.ROLLOUT_COLLECTED, Event.UPDATE_FINISHED):
+    for event in (Event.GROUP_REQUEUED, Event.UPDATE_FINISHED):
         log.get_logger().info(event, update=update, elapsed_s=0.1, policy=f"e1.u{update}")
     for event in (Event.PUBLICATION_STARTED, Event.PUBLICATION_COMMITTED):
         recorder.lifecycle.record(event, update=update, policy=f"e1.u{update}")

@@ -152,7 +152,7 @@ class AdmissionGate:
         if self._opened_at is not None:
             self._open_s += self._clock.monotonic() - self._opened_at
             self._opened_at = None
-            self._tell(Event.ADMISSION_PAUSED, reason=reason, active=self.active)
+            self._tell(Event.GENERATION_PAUSED, reason=reason, active=self.active)
         if await self._drained_within(drain_deadline_s):
             return 0
         stragglers = list(self._active)
@@ -170,7 +170,7 @@ class AdmissionGate:
         if self.is_open:
             return
         self._opened_at = self._clock.monotonic()
-        self._tell(Event.ADMISSION_RESUMED, waiters=self.waiters)
+        self._tell(Event.GENERATION_RESUMED, waiters=self.waiters)
         while self._waiters:
             call = self._waiters.popleft()
             self._active[call] = None
@@ -204,7 +204,7 @@ class AdmissionGate:
             yield
 
     def listen(self, listener: GateListener) -> None:
-        """Tell ``listener`` of ``ADMISSION_PAUSED`` and ``ADMISSION_RESUMED``."""
+        """Tell ``listener`` of ``GENERATION_PAUSED`` and ``GENERATION_RESUMED``."""
         self._listeners.append(listener)
 
     # --- Inside -------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ async def test_it_opens_after_a_successful_evaluation_and_stays_shut_after_a_fai
     async with gate.evaluation(drain_deadline_s=1, max_calls=2):
         pass
     assert gate.is_open, "a retry that succeeds opens it"
-    paused, resumed = Event.ADMISSION_PAUSED, Event.ADMISSION_RESUMED
+    paused, resumed = Event.GENERATION_PAUSED, Event.GENERATION_RESUMED
     assert events == [paused, resumed, paused, resumed]
 
 

@@ -27,7 +27,7 @@ def test_a_page_without_markers_is_refused() -> None:
 def test_names_follow_the_pattern_and_are_unique() -> None:
     assert len({event.value for event in Event}) == len(list(Event.__members__))
     for event in Event:
-        assert re.fullmatch(r"[a-z_]+\.[a-z_]+|router_load", event), event
+        assert re.fullmatch(r"[a-z_]+\.[a-z_]+", event), event
         assert event.sentence.endswith("."), event
 
 
@@ -39,6 +39,20 @@ def test_every_span_has_a_beginning_and_an_end() -> None:
             ends = {"finished", "failed", "committed", "ended", "completed", "exited"}
             if noun not in {"trainer.", "engine.", "session.", "attempt.", "run."}:
                 assert names & {noun + end for end in ends}, name
+
+
+def test_every_event_is_recorded_somewhere() -> None:
+    own = ROOT / "runtime" / "telemetry" / "events.py"
+    rooms = [
+        path.read_text()
+        for room in ("runtime", "tasks", "flows", "blocks")
+        for path in (ROOT / room).rglob("*.py")
+        if path != own
+    ]
+    words = set(re.findall(r"\bEvent\.([A-Z_]+)|\"([a-z_]+\.[a-z_]+)\"", "\n".join(rooms)))
+    used = {word for pair in words for word in pair}
+    silent = [event.name for event in Event if not used & {event.name, event.value}]
+    assert not silent, "an operator reads of events that never come"
 
 
 def test_every_error_stands_in_the_table() -> None:

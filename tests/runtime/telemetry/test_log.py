@@ -74,7 +74,7 @@ def test_tracebacks_and_other_libraries_are_in_the_log(tmp_path: Path) -> None:
     try:
         raise ValueError("broken")
     except ValueError:
-        log.get_logger().exception(Event.STEP_FAILED)
+        log.get_logger().exception(Event.STAGE_FAILED)
     logging.getLogger("some.library").warning("about %s", "this")
     logging.getLogger("some.library").info("not this")
     first, second = lines(path)
@@ -94,7 +94,7 @@ def test_secrets_do_not_reach_the_file(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError(f"refused {key}")
     except RuntimeError:
         log.get_logger().exception(
-            Event.STEP_FAILED,
+            Event.STAGE_FAILED,
             hf_token="whatever it is",
             nested={"headers": {"Authorization": "Bearer abcdefghijklmnop"}},
             url="https://me:hunter22@example.org/x",
@@ -151,5 +151,5 @@ def test_a_full_disk_costs_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "s.log"
     path.symlink_to("/dev/full")
     target = log.configure(path, run="r", attempt=1, role="session")
-    log.get_logger().info(Event.RUN_STARTED)
+    log.get_logger().info(Event.SESSION_STARTED)
     assert target.dropped == 1
