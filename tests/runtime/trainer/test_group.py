@@ -151,7 +151,7 @@ async def lose_a_rank(group: TrainerGroup, make: MakeBatch) -> None:
 
 
 async def answers() -> None:
-    await anyio.lowlevel.checkpoint()
+    pass
 
 
 async def refuses() -> None:
