@@ -28,6 +28,7 @@ class Server:
 
     def __init__(self, time, slot, incarnation):
         self.time = time
+        self.slot = slot
         self.url = f"http://{slot}"
         self.address = EngineAddress(slot=slot, incarnation=incarnation, url=self.url, pid=1)
         self.mode = "well"
