@@ -182,6 +182,11 @@ class HealthMonitor:
             self._settings.restarts_per_hour
         )
 
+    def renew(self) -> None:
+        """Every slot has all its restarts again: a person looked, and asked for one more try."""
+        for times in self._restarts.values():
+            times.clear()
+
     @property
     def lost_slots(self) -> list[int]:
         """Dead slots that nothing will start again before the hour has passed: a step is held.

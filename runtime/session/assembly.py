@@ -33,6 +33,7 @@ from runtime.session.cluster import LocalRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.holding import ServingHold
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
@@ -257,6 +258,7 @@ async def _session(
                 detach_grace_s=spec.launch.detach_grace,
                 signals=ground.signals,
                 view=ground.view,
+                effects=ServingHold(gate=engines.gate, monitor=engines.monitor),
                 clock=context.clock,
             ),
             signals=ground.signals,

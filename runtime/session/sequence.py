@@ -68,7 +68,7 @@ class Session:
         return end
 
     async def watch_for_ever(self) -> None:
-        """Look for requests to end; interrupts a wait for a collection, nothing else.
+        """Look for requests to end and for lost engines, which interrupt a wait for a collection.
 
         Groups that move are progress too: a collection may take longer than anybody's patience.
         """
@@ -78,11 +78,10 @@ class Session:
             if self._parts.producer.progress_at != moved_at:
                 moved_at = self._parts.producer.progress_at
                 self._parts.view.moved(f"update {self._update}, groups under way")
-            end = self._parts.signals.end_requested() or self._over_time()
-            if end is not None:
-                self._asked = end
-                if self._waiting is not None:
-                    self._waiting.cancel()
+            self._asked = self._parts.signals.end_requested() or self._over_time() or self._asked
+            is_over = self._asked is not None or self._parts.publishing.has_lost_engines
+            if is_over and self._waiting is not None:
+                self._waiting.cancel()
 
     # --- Opening ------------------------------------------------------------------------------
 
@@ -130,20 +129,27 @@ class Session:
             await self._boundary(collection)
 
     async def _collect(self) -> Collection | End:
-        """Wait for a collection, or for whatever ends the wait."""
+        """Wait for a collection, or for whatever ends the wait.
+
+        No publication would come to tell of an engine that is lost for good meanwhile, and nobody
+        may be left to make the collection: the wait itself is the step that is held then.
+        """
         parts = self._parts
-        collection: Collection | None = None
-        with (
-            parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
-            anyio.CancelScope() as self._waiting,
-        ):
-            collection = await parts.producer.take(
-                parts.context.spec.rollout.groups_per_collection, self.policy
-            )
-        was_interrupted, self._waiting = self._waiting.cancelled_caught, None
-        if was_interrupted and self._asked is not None:
-            return self._asked
-        return End(by=EndedBy.DATA) if collection is None else collection
+        while True:
+            collection: Collection | None = None
+            with (
+                parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
+                anyio.CancelScope() as self._waiting,
+            ):
+                collection = await parts.producer.take(
+                    parts.context.spec.rollout.groups_per_collection, self.policy
+                )
+            was_interrupted, self._waiting = self._waiting.cancelled_caught, None
+            if not was_interrupted:
+                return End(by=EndedBy.DATA) if collection is None else collection
+            if self._asked is not None:
+                return self._asked
+            await parts.steps.run(self._segment, parts.publishing.check_engines)
 
     async def _train_on(self, collection: Collection) -> None:
         parts = self._parts
