@@ -19,6 +19,7 @@ import structlog
 from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
+from runtime import faults
 from runtime.checkpoints.files import FORMAT_VERSION, INITIAL, remove_folder, seal, segment_name
 from runtime.checkpoints.identity import RunIdentity
 from runtime.clock import Clock, SystemClock
@@ -244,6 +245,8 @@ class Committer:
         start = self._clock.monotonic()
         folder, final = self._folders(policy)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("commit.begin")
             with atomic.disk_full_as_error(folder):
                 names = await write(folder)
                 record = await anyio.to_thread.run_sync(self._seal, policy, segment, names, start)
@@ -253,6 +256,8 @@ class Committer:
             raise
         self._parent = record
         self._failure = None
+        if faults.plan is not None:
+            await faults.plan.pause("commit.recorded")
         _log.info(
             Event.CHECKPOINT_COMMITTED,
             policy=str(policy),
@@ -294,6 +299,8 @@ class Committer:
         )
 
     def _append(self, record: CommitRecord) -> CommitRecord:
+        if faults.plan is not None:
+            faults.plan.reach("commit.record")
         try:
             return self._chain.append(record)
         except StoreError:
@@ -305,6 +312,8 @@ class Committer:
             raise
 
     def _write_segment(self, policy: PolicyId, segment: LedgerSegment) -> FileEntry:
+        if faults.plan is not None:
+            faults.plan.reach("ledger.segment")
         name = segment_name(policy.update, self._epoch)
         path = self._root.path / name
         path.parent.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
 from runtime.engines.protocol import EngineAddress, EngineClient
@@ -242,6 +243,8 @@ class HealthMonitor:
 
     async def _shows_life(self, client: EngineClient) -> bool:
         """It answers a generation probe, or makes tokens for others while the probe waits."""
+        if faults.plan is not None and await faults.plan.pause("engine.probe") is faults.Kind.DROP:
+            return False
         is_alive = has_moved = False
 
         async def count_tokens() -> None:
@@ -274,6 +277,8 @@ class HealthMonitor:
         """End whatever is left of the server; a new one may need its memory and its port."""
         self._busy.add(slot)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("engine.bury")
             with anyio.CancelScope(shield=True):  # bounded by the runner itself
                 await self._runners[slot].stop()
         finally:
@@ -291,6 +296,8 @@ class HealthMonitor:
             self._restarts[slot].append(self._clock.monotonic())
             if used:
                 await self._sleep(self._settings.backoff_s * 2 ** (used - 1))
+            if faults.plan is not None:
+                await faults.plan.pause("engine.restart")
             if self._pool.state(slot) is not SlotState.DEAD:
                 return  # retired meanwhile
             self._pool.restarting(slot)
@@ -303,6 +310,8 @@ class HealthMonitor:
             self._busy.discard(slot)
 
     async def _join(self, slot: int) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("engine.start")
         address = await self._runners[slot].start()
         client = self._connect(address)
         try:

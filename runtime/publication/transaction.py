@@ -15,6 +15,7 @@ from typing import Literal
 import anyio
 import structlog
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import PublicationFailed
 from runtime.policy import PolicyId
@@ -248,6 +249,8 @@ class Publisher:
         return decision
 
     def _record(self, decision: Decision) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("publication.record")
         facts = decision.model_dump(mode="json", exclude={"schema_version"})
         if decision.outcome == "published":
             _log.info(Event.PUBLICATION_COMMITTED, **facts)

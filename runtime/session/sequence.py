@@ -12,6 +12,7 @@ from functools import partial
 import anyio
 
 from configs.schedule import commit_due, evaluation_due
+from runtime import faults
 from runtime.data.collections import to_sequences
 from runtime.data.samples import Collection
 from runtime.errors import EngineRefused, ServingError, StoreError
@@ -89,6 +90,8 @@ class Session:
     async def _open(self) -> None:
         """Publish what was loaded, make commit 0 on a fresh start, then admit the first prompt."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.open")
         parts.view.doing("rendezvous")
         await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
         await self._probe()
@@ -106,6 +109,8 @@ class Session:
         parts.producer.published(self.policy)
 
     async def _commit_initial(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.initial")
         parts = self._parts
         model = {"model": parts.prepared.model, "prepared": parts.prepared.fingerprint}
         await parts.commits.commit_initial(parts.ledger.snapshot(), self.policy, model)
@@ -132,6 +137,8 @@ class Session:
     async def _collect(self) -> Collection | End:
         """Wait for a collection, or for whatever ends the wait."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.collect")
         collection: Collection | None = None
         with (
             parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
@@ -160,15 +167,21 @@ class Session:
                 [group.prompt.id for group in collection.groups], update
             ),
         )
+        if faults.plan is not None:
+            await faults.plan.pause("session.train")
         async with parts.publishing.changing_weights():
             with parts.recorder.timing.stage(Stage.TRAIN, update=update):
                 metrics = await parts.trainer.train_step(batch)
+        if faults.plan is not None:
+            await faults.plan.pause("session.trained")
         self._update = update
         parts.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
         parts.producer.consumed(collection.groups)
         parts.books.trained(collection, update, metrics)
 
     async def _boundary(self, collection: Collection) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.boundary")
         parts = self._parts
         spec = parts.context.spec
         end = self._rules.after(self._update, age_s=parts.context.age_s)
@@ -189,6 +202,8 @@ class Session:
         """Copy the trainer's state and let its commit be written beside training."""
         if self._staged == self._update:
             return
+        if faults.plan is not None:
+            await faults.plan.pause("session.stage")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.STAGE_STATE, update=self._update) as stage:
             boundary = await parts.commits.boundary(self.policy, parts.ledger.snapshot)
@@ -196,6 +211,8 @@ class Session:
         self._staged = self._update
 
     async def _publish(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.publish")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.PUBLISH, update=self._update):
             decision = await parts.steps.run(
@@ -220,6 +237,8 @@ class Session:
 
     async def _evaluate(self) -> None:
         """Run every set on the shared engines; its commit was staged at this boundary."""
+        if faults.plan is not None:
+            await faults.plan.pause("session.evaluate")
         parts = self._parts
         for name in parts.evaluator.sets:
             step = f"evaluation/{self._update}/{name}"
@@ -235,6 +254,8 @@ class Session:
     async def _leave(self, end: End) -> None:
         """Commit, then what a finished run owes; the processes go afterwards."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.leave")
         parts.books.ending(end)
         await self._commit_at_end(end)
         await parts.producer.close()
@@ -251,6 +272,8 @@ class Session:
         parts = self._parts
         if self._staged is None:
             return  # nothing was opened: there is no state worth more than the commit before
+        if faults.plan is not None:
+            await faults.plan.pause("session.settle")
         parts.view.doing(f"checkpoint/{self._update}")
 
         async def settled() -> None:
