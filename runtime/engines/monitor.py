@@ -177,6 +177,19 @@ class HealthMonitor:
         await self._bury(slot)
         return True
 
+    async def bury_exited(self) -> list[int]:
+        """End every engine whose process is gone, without waiting for the next look; which slots.
+
+        After a publication failed: its retry must not meet an engine that cannot answer any more.
+        """
+        gone: list[int] = []
+        for engine in self._pool.live():
+            if not await self._runners[engine.slot].is_running():
+                reason = "its server process has exited"
+                if await self.kill(engine.slot, engine.incarnation, reason):
+                    gone.append(engine.slot)
+        return gone
+
     def is_exhausted(self, slot: int) -> bool:
         """The slot has used up its restarts of this hour, or recovery is off."""
         return not self._settings.enabled or self._num_restarts(slot) >= (
