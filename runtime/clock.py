@@ -29,7 +29,7 @@ class SystemClock:
 
     def time(self) -> float:
         """Seconds since the Unix epoch."""
-        return time.time() if faults.plan is None else faults.plan.now()
+        return time.time() if faults.plan is None else faults.plan.now("clock.time")
 
 
 class ManualClock:

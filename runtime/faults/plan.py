@@ -160,9 +160,9 @@ class FaultPlan:
         """Pass the point of a file operation; its name follows from the path."""
         self.reach(file_point(operation, path), path)
 
-    def now(self) -> float:
+    def now(self, point: str) -> float:
         """Wall time, with whatever jumps were planned."""
-        self.reach("clock.time")
+        self.reach(point)
         return time.time() + self._jumped_s
 
     # -- inside -----------------------------------------------------------------------------------
