@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from runtime.drill.catalogue import WEIGHTS, Blow, deck, draw
+from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
 from runtime.drill.checks import Measure, Verdict, examine, redone, shared_folders
 from runtime.drill.job import LEASE_S, Job, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
@@ -33,6 +33,7 @@ _IDLE_S = 300.0
 """A run in which nothing moved for so long is hung, however busy the machine is."""
 _PATIENCE_S = 20.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
+_CARD = "kill at a point"
 _AGAIN = 0.45
 """Share of blows that are followed by another before the run has recovered."""
 _VOLLEY = 4
@@ -143,12 +144,14 @@ class Campaign:
         before = shared_folders()
         left = list(cards)
         with DrilledRun(job) as run:
+            # Some points lie only at the beginning, some only at the end of a run.
+            self._told(run, number, self._on_the_way(run, FIRST, left))
             dealt = 0
             while left and dealt < self._blows_per_run and not run.observer.is_complete():
                 volley = self._volley(run, left)
                 dealt += len(volley)
                 self._told(run, number, volley)
-            run.plan.arm(())
+            self._told(run, number, self._on_the_way(run, LAST, left))
             run.until(run.observer.is_complete, f"run {number} to end")
             verdict = examine(
                 job,
@@ -164,6 +167,19 @@ class Campaign:
         if not verdict.problems:
             shutil.rmtree(job.file.parent, ignore_errors=True)
         return left
+
+    def _on_the_way(
+        self, run: DrilledRun, points: Sequence[str], left: list[str]
+    ) -> list[tuple[Blow, float]]:
+        """Let whoever comes by one of these points die there, if such a card is left."""
+        if _CARD not in left or run.observer.is_complete():
+            return []
+        blow = at_point(_CARD, self._dice.choice(points))
+        fired_at = run.strike(blow, patience_s=_IDLE_S)
+        if fired_at is None:
+            return []
+        left.remove(_CARD)
+        return [(blow, fired_at)]
 
     def _volley(self, run: DrilledRun, left: list[str]) -> list[tuple[Blow, float]]:
         """Deal blows until one is waited for; takes their cards. Returns them with their times.
@@ -297,7 +313,7 @@ class DrilledRun:
 
     # -- blows ------------------------------------------------------------------------------------
 
-    def strike(self, blow: Blow) -> float | None:
+    def strike(self, blow: Blow, *, patience_s: float = _PATIENCE_S) -> float | None:
         """Deal a blow; when it landed, or None if there was nobody to meet."""
         self.ports |= listening(list(processes_of(self.job.root.attempts)))
         match blow.how:
@@ -306,7 +322,7 @@ class DrilledRun:
             case "freeze":
                 return self._freeze(blow)
             case "point":
-                return self._point(blow)
+                return self._point(blow, patience_s)
 
     def _signal(self, blow: Blow) -> float | None:
         number = signal.SIGKILL if blow.signal == "kill" else signal.SIGTERM
@@ -331,7 +347,7 @@ class DrilledRun:
             kill_exactly(*victim, signal.SIGCONT)
         return at
 
-    def _point(self, blow: Blow) -> float | None:
+    def _point(self, blow: Blow, patience_s: float) -> float | None:
         self._armed += 1
         fault = Fault(
             id=f"blow-{self._armed}",
@@ -342,7 +358,10 @@ class DrilledRun:
             seconds=blow.seconds,
         )
         self.plan.arm([fault])
-        until = time.monotonic() + _PATIENCE_S
+        if blow.provoke:
+            for victim in self._victims(blow.provoke)[:1]:
+                kill_exactly(*victim, signal.SIGKILL)
+        until = time.monotonic() + patience_s
         self.until(
             lambda: (
                 bool(self.plan.fired(fault.id))

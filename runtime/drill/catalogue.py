@@ -39,26 +39,61 @@ class Blow:
     after: int = 0
     times: int = 1
     seconds: float | None = None
+    provoke: str = ""
+    """Whose SIGKILL leads to the point; empty where a healthy run passes it."""
     wait_s: float = 0.0
     """From the run's last recovery to this blow."""
     ends_epoch: bool = field(default=False)
     """The owner goes with it; otherwise the run is expected to go on in the same epoch."""
 
 
-_KILLABLE = tuple(
-    p.name for p in POINTS if p.name not in ("clock.time", "control.read", "engine.probe")
-)
+FIRST = (
+    "guard.lease", "guard.epoch", "guard.announce", "guard.session", "session.open",
+    "session.initial", "engine.start", "engine.spawn", "engine.state", "commit.mkdir",
+    "commit.begin", "commit.rename", "commit.record", "commit.recorded", "ledger.segment",
+    "chain.write", "chain.fsync", "chain.link", "chain.fsync_folder", "attempt.write",
+    "view.replace", "publication.resume", "publication.record",
+)  # fmt: skip
+"""Points of a run's beginning: some of them are passed only there."""
+LAST = (
+    "producer.close", "session.leave", "session.settle", "session.outcome", "guard.end",
+    "guard.finish", "export.mkdir", "export.rename", "evaluation.write", "evaluation.link",
+)  # fmt: skip
+"""Points of its end."""
+_SELDOM = {
+    "clock.time", "control.read", "engine.probe", "generation.wait", "generation.continue",
+    "publication.drain", "publication.kill", "session.initial",
+}  # fmt: skip
+"""Passed only by runs of other kinds, or made for other faults than a kill."""
+_PROVOKED = {
+    "guard.lease": "session",
+    "guard.epoch": "session",
+    "guard.announce": "session",
+    "guard.session": "session",
+    "guard.end": "session",
+    "guard.finish": "session",
+    "session.open": "session",
+    "engine.start": "engine server",
+    "engine.spawn": "engine server",
+    "engine.bury": "engine server",
+    "engine.restart": "engine server",
+    "engine.state": "engine server",
+    "engine.end": "engine server",
+    "attempt.write": "session",
+    "attempt.replace": "session",
+}
+"""Points that a healthy run does not pass, and whose death leads there."""
+_STEADY = tuple(p.name for p in POINTS if p.name not in {*_SELDOM, *LAST[:4]})
 _FILE_KILLS = (
     "chain.write", "chain.fsync", "chain.link", "chain.fsync_folder", "chain.unlink",
     "commit.mkdir", "commit.fsync", "commit.rename", "commit.fsync_folder", "ledger.write",
     "ledger.fsync", "ledger.replace", "ledger.fsync_folder", "attempt.write", "attempt.replace",
-    "view.write", "view.replace", "control.touch", "rollout.write", "evaluation.write",
-    "evaluation.link", "export.mkdir", "export.rename",
+    "view.write", "view.replace", "control.touch", "rollout.write",
 )  # fmt: skip
 _TORN = ("commit.save", "commit.fsync", "ledger.fsync", "chain.fsync", "view.replace")
 _FULL = (
     "commit.mkdir", "commit.save", "commit.fsync", "ledger.write", "chain.write", "chain.link",
-    "view.write", "rollout.write", "evaluation.write", "export.mkdir",
+    "view.write", "rollout.write",
 )  # fmt: skip
 _SLOW = (
     "producer.take", "producer.group", "generation.request", "generation.answer", "session.train",
@@ -91,7 +126,7 @@ def draw(dice: random.Random, name: str) -> Blow:
         case "freeze engine":
             return Blow(name=name, how="freeze", role="engine server", wait_s=wait_s)
         case "kill at a point":
-            point = dice.choice((dice.choice(_KILLABLE), dice.choice(_FILE_KILLS)))
+            point = dice.choice((dice.choice(_STEADY), dice.choice(_FILE_KILLS)))
             return _armed(dice, name, point, Kind.KILL, wait_s)
         case "torn write":
             return _armed(dice, name, dice.choice(_TORN), Kind.TORN, wait_s)
@@ -114,6 +149,11 @@ def draw(dice: random.Random, name: str) -> Blow:
             raise ValueError(f"no blow is called {name!r}")
 
 
+def at_point(name: str, point: str) -> Blow:
+    """A kill at a point that the run is about to pass."""
+    return Blow(name=name, how="point", point=point, ends_epoch=True)
+
+
 def _armed(
     dice: random.Random,
     name: str,
@@ -129,7 +169,8 @@ def _armed(
         how="point",
         point=point,
         kind=kind,
-        after=after,
+        after=0 if point in _PROVOKED else after,
+        provoke=_PROVOKED.get(point, ""),
         seconds=seconds,
         wait_s=wait_s,
         ends_epoch=ends,

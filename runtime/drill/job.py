@@ -13,7 +13,7 @@ Variant = Literal["deterministic", "ahead"]
 """``deterministic``: every update follows from the run file alone, so an undisturbed run is the
 measure; ``ahead``: two engines, responses over several policies, exact in its accounting."""
 
-LEASE_S = 6.0
+LEASE_S = 10.0
 """Of a drilled run: short, so that a freeze outlasts it in seconds."""
 
 _VERIFIER = '''
@@ -60,7 +60,7 @@ publication_transport = "disk"
 every_updates = 2
 
 [evaluation]
-every_updates = 20
+every_updates = 8
 
 [evaluation.sets.held]
 prompts = "{made}/holdout.jsonl"
