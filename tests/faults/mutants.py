@@ -35,12 +35,14 @@ MUTANTS = (
             (
                 "runtime/checkpoints/commit.py",
                 "        files = seal([(name, folder / name) for name in sorted(names)])\n",
-                "        from runtime.checkpoints.files import digest\n\n"
-                "        files = tuple(\n"
-                "            FileEntry(name=n, size=(folder / n).stat().st_size,\n"
-                "                      sha256=digest(folder / n))\n"
-                "            for n in sorted(names)\n"
-                "        )\n",
+                (
+                    "        from runtime.checkpoints.files import digest\n\n"
+                    "        files = tuple(\n"
+                    "            FileEntry(name=n, size=(folder / n).stat().st_size,\n"
+                    "                      sha256=digest(folder / n))\n"
+                    "            for n in sorted(names)\n"
+                    "        )\n"
+                ),
             ),
             (
                 "runtime/checkpoints/commit.py",
@@ -49,17 +51,23 @@ MUTANTS = (
             ),
             (
                 "runtime/checkpoints/commit.py",
-                '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
-                "            )\n        )\n",
-                '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
-                "            )\n        )\n"
-                "        seal([(name, final / name) for name in sorted(names)])\n"
-                "        return record\n",
+                (
+                    '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
+                    "            )\n        )\n"
+                ),
+                (
+                    '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
+                    "            )\n        )\n"
+                    "        seal([(name, final / name) for name in sorted(names)])\n"
+                    "        return record\n"
+                ),
             ),
         ),
         caught_by=(
-            "tests/runtime/checkpoints/test_commit.py::"
-            "test_kill_at_every_file_operation_leaves_the_newest_told_commit_restorable",
+            (
+                "tests/runtime/checkpoints/test_commit.py::"
+                "test_kill_at_every_file_operation_leaves_the_newest_told_commit_restorable"
+            ),
         ),
     ),
     Mutant(
@@ -67,20 +75,26 @@ MUTANTS = (
         edits=(
             (
                 "runtime/rollout/requests.py",
-                "    async with anyio.create_task_group() as tasks:\n"
-                "        for index, call in enumerate(calls):\n"
-                "            tasks.start_soon(run, index, call, tasks.cancel_scope)\n",
-                "    import asyncio\n\n"
-                "    scope = anyio.CancelScope()\n"
-                "    started = [asyncio.ensure_future(run(i, c, scope)) "
-                "for i, c in enumerate(calls)]\n"
-                "    while not failures and not all(task.done() for task in started):\n"
-                "        await asyncio.sleep(0)\n",
+                (
+                    "    async with anyio.create_task_group() as tasks:\n"
+                    "        for index, call in enumerate(calls):\n"
+                    "            tasks.start_soon(run, index, call, tasks.cancel_scope)\n"
+                ),
+                (
+                    "    import asyncio\n\n"
+                    "    scope = anyio.CancelScope()\n"
+                    "    started = [asyncio.ensure_future(run(i, c, scope)) "
+                    "for i, c in enumerate(calls)]\n"
+                    "    while not failures and not all(task.done() for task in started):\n"
+                    "        await asyncio.sleep(0)\n"
+                ),
             ),
         ),
         caught_by=(
-            "tests/runtime/rollout/test_producer.py::"
-            "test_siblings_are_cancelled_and_joined_and_all_of_the_attempt_is_thrown_away",
+            (
+                "tests/runtime/rollout/test_producer.py::"
+                "test_siblings_are_cancelled_and_joined_and_all_of_the_attempt_is_thrown_away"
+            ),
             "tests/faults/test_producer_cancelled.py",
         ),
     ),
@@ -90,8 +104,10 @@ MUTANTS = (
             (
                 "runtime/rundir/atomic.py",
                 '        point("link", path)\n        try:\n',
-                "        if path.exists():\n            raise FileExistsError(path)\n"
-                '        point("link", path)\n        try:\n',
+                (
+                    "        if path.exists():\n            raise FileExistsError(path)\n"
+                    '        point("link", path)\n        try:\n'
+                ),
             ),
             (
                 "runtime/rundir/atomic.py",
@@ -100,8 +116,10 @@ MUTANTS = (
             ),
         ),
         caught_by=(
-            "tests/runtime/rundir/test_chain.py::"
-            "test_an_owner_that_is_overtaken_just_before_its_link_is_superseded",
+            (
+                "tests/runtime/rundir/test_chain.py::"
+                "test_an_owner_that_is_overtaken_just_before_its_link_is_superseded"
+            ),
         ),
     ),
     Mutant(
@@ -110,11 +128,13 @@ MUTANTS = (
             (
                 "runtime/rundir/history.py",
                 "    return all(\n        record.restored_update >= policy.update\n",
-                "    return policy.update <= committed_update(records) or all(\n"
-                "        record.restored_update >= policy.update\n",
+                (
+                    "    return policy.update <= committed_update(records) or all(\n"
+                    "        record.restored_update >= policy.update\n"
+                ),
             ),
         ),
-        caught_by=("tests/runtime/rundir/test_chain_machine.py::TestChainMachine",),
+        caught_by=("tests/runtime/rundir/test_history.py",),
     ),
 )
 
