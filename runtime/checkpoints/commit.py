@@ -75,6 +75,8 @@ class Committer:
             (the ledger's ``committed``, retention, receipts).
         parent: the commit that was restored; None before commit 0.
         write_limit_s: how long a boundary waits at most for the commit before.
+        before_record: awaited once the files are written: evidence of the updates before this
+            commit, which nobody makes again after it. Raises nothing.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Committer:
         parent: CommitRecord | None,
         clock: Clock | None = None,
         write_limit_s: float = 3600.0,
+        before_record: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._root = root
         self._epoch = epoch
@@ -99,6 +102,7 @@ class Committer:
         self._parent = parent
         self._clock = clock or SystemClock()
         self._write_limit_s = write_limit_s
+        self._before_record = before_record
         self._chain = Chain(root)
         self._idle = anyio.Event()
         self._idle.set()
@@ -249,6 +253,8 @@ class Committer:
                 await faults.plan.pause("commit.begin")
             with atomic.disk_full_as_error(folder):
                 names = await write(folder)
+                if self._before_record is not None:
+                    await self._before_record()
                 record = await anyio.to_thread.run_sync(self._seal, policy, segment, names, start)
         except BaseException:
             with anyio.CancelScope(shield=True):

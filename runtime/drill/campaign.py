@@ -39,6 +39,7 @@ _AGAIN = 0.45
 _VOLLEY = 4
 _WITHIN_S = 12.0
 """A following blow comes within this, so also while the next epoch is starting."""
+_LEAVING_S = 20.0
 _FREEZE = 2.5
 """Leases that a freeze lasts."""
 
@@ -258,9 +259,15 @@ class DrilledRun:
         if self._attendant is not None and self._attendant.poll() is None:
             self._attendant.kill()
             self._attendant.wait()
-        for process in processes_of(self.job.root.attempts):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        # Again and again: one of them may have started another just now.
+        until = time.monotonic() + _LEAVING_S
+        while left := list(processes_of(self.job.root.attempts)):
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1.0)
+            if time.monotonic() >= until:
+                break
 
     # -- waiting ----------------------------------------------------------------------------------
 

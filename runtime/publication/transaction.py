@@ -183,9 +183,20 @@ class Publisher:
         self._published = swap.policy
         self._is_halted = False
         await swap.resume()
-        await swap.kill_failed()
+        await self._kill_unresumed(swap)
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
+
+    async def _kill_unresumed(self, swap: Swap) -> None:
+        """End engines that did not answer the resume; that one lives on undoes nothing.
+
+        The publication is decided, the others serve it. What could not be ended holds the right
+        weights, was taken out of routing before, and its slot's restart ends it again.
+        """
+        try:
+            await swap.kill_failed()
+        except PublicationFailed as exc:
+            _log.warning(Event.PUBLICATION_KILL_FAILED, policy=str(swap.policy), error=exc.message)
 
     async def _bring_up(self, swap: Swap, snapshot: Snapshot) -> None:
         try:

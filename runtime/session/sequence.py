@@ -271,7 +271,11 @@ class Session:
     async def _commit_at_end(self, end: End) -> None:
         parts = self._parts
         if self._staged is None:
-            return  # nothing was opened: there is no state worth more than the commit before
+            # Nothing was opened: there is no state worth more than the commit before. A fresh run
+            # has none yet, and without one nothing that ends can be called complete.
+            if end.is_complete and not parts.restored:
+                await parts.steps.run("checkpoint/0", self._commit_initial, leaving=end)
+            return
         if faults.plan is not None:
             await faults.plan.pause("session.settle")
         parts.view.doing(f"checkpoint/{self._update}")
