@@ -221,6 +221,7 @@ async def _session(
             next_collection=update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
         )
+        books = Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks)
         parts = Parts(
             context=context,
             prepared=prepared,
@@ -238,6 +239,7 @@ async def _session(
                 on_committed=committed,
                 parent=None if found is None else found.commit,
                 clock=context.clock,
+                before_record=books.kept,
             ),
             evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
             probe=AgreementProbe(
@@ -263,7 +265,7 @@ async def _session(
             ),
             signals=ground.signals,
             view=ground.view,
-            books=Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks),
+            books=books,
             recorder=recorder,
         )
         session = Session(parts, _rules(context, order, update), update=update)

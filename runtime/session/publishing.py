@@ -65,6 +65,12 @@ class Publishing:
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
                 )
+            except Exception:
+                self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
+                # The monitor was paused: the retry would meet an engine that has died meanwhile,
+                # and its tries are over before the next look.
+                await self.monitor.bury_exited()
+                raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
                 raise

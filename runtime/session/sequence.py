@@ -12,6 +12,7 @@ from functools import partial
 import anyio
 
 from configs.schedule import commit_due, evaluation_due
+from runtime import faults
 from runtime.data.collections import to_sequences
 from runtime.data.samples import Collection
 from runtime.errors import EngineRefused, ServingError, StoreError
@@ -88,6 +89,8 @@ class Session:
     async def _open(self) -> None:
         """Publish what was loaded, make commit 0 on a fresh start, then admit the first prompt."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.open")
         parts.view.doing("rendezvous")
         await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
         await self._probe()
@@ -105,6 +108,8 @@ class Session:
         parts.producer.published(self.policy)
 
     async def _commit_initial(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.initial")
         parts = self._parts
         model = {"model": parts.prepared.model, "prepared": parts.prepared.fingerprint}
         await parts.commits.commit_initial(parts.ledger.snapshot(), self.policy, model)
@@ -136,6 +141,8 @@ class Session:
         """
         parts = self._parts
         while True:
+            if faults.plan is not None:
+                await faults.plan.pause("session.collect")
             collection: Collection | None = None
             with (
                 parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
@@ -166,15 +173,21 @@ class Session:
                 [group.prompt.id for group in collection.groups], update
             ),
         )
+        if faults.plan is not None:
+            await faults.plan.pause("session.train")
         async with parts.publishing.changing_weights():
             with parts.recorder.timing.stage(Stage.TRAIN, update=update):
                 metrics = await parts.trainer.train_step(batch)
+        if faults.plan is not None:
+            await faults.plan.pause("session.trained")
         self._update = update
         parts.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
         parts.producer.consumed(collection.groups)
         parts.books.trained(collection, update, metrics)
 
     async def _boundary(self, collection: Collection) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.boundary")
         parts = self._parts
         spec = parts.context.spec
         end = self._rules.after(self._update, age_s=parts.context.age_s)
@@ -195,6 +208,8 @@ class Session:
         """Copy the trainer's state and let its commit be written beside training."""
         if self._staged == self._update:
             return
+        if faults.plan is not None:
+            await faults.plan.pause("session.stage")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.STAGE_STATE, update=self._update) as stage:
             boundary = await parts.commits.boundary(self.policy, parts.ledger.snapshot)
@@ -202,6 +217,8 @@ class Session:
         self._staged = self._update
 
     async def _publish(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.publish")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.PUBLISH, update=self._update):
             decision = await parts.steps.run(
@@ -226,6 +243,8 @@ class Session:
 
     async def _evaluate(self) -> None:
         """Run every set on the shared engines; its commit was staged at this boundary."""
+        if faults.plan is not None:
+            await faults.plan.pause("session.evaluate")
         parts = self._parts
         for name in parts.evaluator.sets:
             step = f"evaluation/{self._update}/{name}"
@@ -241,6 +260,8 @@ class Session:
     async def _leave(self, end: End) -> None:
         """Commit, then what a finished run owes; the processes go afterwards."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.leave")
         parts.books.ending(end)
         await self._commit_at_end(end)
         await parts.producer.close()
@@ -256,7 +277,13 @@ class Session:
     async def _commit_at_end(self, end: End) -> None:
         parts = self._parts
         if self._staged is None:
-            return  # nothing was opened: there is no state worth more than the commit before
+            # Nothing was opened: there is no state worth more than the commit before. A fresh run
+            # has none yet, and without one nothing that ends can be called complete.
+            if end.is_complete and not parts.restored:
+                await parts.steps.run("checkpoint/0", self._commit_initial, leaving=end)
+            return
+        if faults.plan is not None:
+            await faults.plan.pause("session.settle")
         parts.view.doing(f"checkpoint/{self._update}")
 
         async def settled() -> None:

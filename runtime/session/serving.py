@@ -150,6 +150,7 @@ def sampling_settings(spec: RunSpec) -> SamplingSettings:
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
+        seed=rollout.seed,
     )
 
 

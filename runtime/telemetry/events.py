@@ -97,6 +97,10 @@ class Event(StrEnum):
         "publication.record_dropped",
         "A decision record could not be written; the publication itself stands.",
     )
+    PUBLICATION_KILL_FAILED = (
+        "publication.kill_failed",
+        "An engine that did not resume could not be ended; it gets no traffic.",
+    )
     PUBLICATION_FAILED = "publication.failed", "No engine was verified; the old policy stays."
     PUBLICATION_GROUP_LEFT_BEHIND = (
         "publication.group_left_behind",

@@ -267,6 +267,18 @@ async def test_a_restored_session_makes_no_commit_0_and_evaluates_what_it_owes(
     assert sessions.said[:4] == ["publish 4", "evaluate 4", "admit 4", "train 5"]
 
 
+@pytest.mark.parametrize(("update", "commits"), [(0, 1), (4, 0)])
+async def test_a_final_stop_of_a_held_rendezvous_is_complete_with_a_commit(
+    tmp_path: Path, update: int, commits: int
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=6", update=update)
+    sessions.fail(f"publish {update}", *[PublicationFailed("no engine")] * 20)
+    sessions.stop("final")
+    assert await sessions.run() is EndedBy.STOP_FINAL
+    assert sessions.said.count("commit 0") == commits
+    assert "admit 0" not in sessions.said
+
+
 async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
     tmp_path: Path,
 ) -> None:
