@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test check fmt
+.PHONY: venv run test test-outage check fmt
 
 venv: $(STAMP)
 
@@ -21,6 +21,9 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-outage: $(STAMP)
+	$(BIN)/python -m pytest -m outage
 
 check: $(STAMP)
 	$(BIN)/ruff check .

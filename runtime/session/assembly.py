@@ -37,11 +37,12 @@ from runtime.session.holding import ServingHold
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
-from runtime.session.publishing import Publishing
+from runtime.session.publishing import Publishing, publication_limits
 from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
+    drain_deadline_s,
     make_engines,
     make_evaluator,
     make_producer,
@@ -200,13 +201,14 @@ async def _session(
             transport=transport,
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
+            limits=publication_limits(spec.rollout.drain_deadline),
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
         mode="drain" if spec.core.publication_mode == "drain" else "refresh",
-        drain_deadline_s=spec.rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
     )
     async with make_verifiers(context, stores) as verifiers:

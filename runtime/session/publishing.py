@@ -13,16 +13,27 @@ from runtime.engines.pool import EnginePool, LiveEngine, SlotState
 from runtime.errors import EngineDead, RetryBy, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
+from runtime.publication.limits import PublicationLimits
 from runtime.publication.pausing import PublicationMode
 from runtime.publication.protocol import Target
 from runtime.publication.transaction import Publisher
-from runtime.rollout.gate import AdmissionGate
+from runtime.rollout.gate import JOIN_DEADLINE_S, AdmissionGate
 from runtime.telemetry.events import Event
 from runtime.telemetry.lifecycle import LifecycleLog
 from runtime.telemetry.log import get_logger
 
 _log = get_logger()
 _MEND_POLL_S = 0.5
+_DRAIN_SLACK_S = 5.0
+
+
+def publication_limits(drain_deadline_s: float) -> PublicationLimits:
+    """Limits of a publication whose drain the gate bounds itself.
+
+    The gate cuts what is left after ``drain_deadline_s`` and joins it; the publication's own limit
+    of that stage only catches a gate that does not keep its word, so it lies beyond both.
+    """
+    return PublicationLimits(drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S)
 
 
 @dataclass(slots=True, kw_only=True)

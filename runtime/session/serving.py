@@ -141,6 +141,11 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     return stores
 
 
+def drain_deadline_s(spec: RunSpec) -> float:
+    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
+    return stretched("drain", spec.rollout.drain_deadline)
+
+
 def sampling_settings(spec: RunSpec) -> SamplingSettings:
     """How training responses are sampled."""
     rollout = spec.rollout
@@ -198,7 +203,7 @@ def make_producer(
         buffer_collections=spec.async_.buffer_collections,
         waiting_deadline_s=rollout.waiting_deadline,
         running_deadline_s=rollout.running_deadline,
-        drain_deadline_s=rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         filter_max_rounds=rollout.filter_max_rounds,
     )
     rule = StopRule(clock)
@@ -263,7 +268,7 @@ def make_evaluator(
         decode=load_decoder(Path(prepared.tokenizer)),
         limits=EvaluationLimits(
             deadline_s=spec.evaluation.deadline,
-            drain_deadline_s=spec.rollout.drain_deadline,
+            drain_deadline_s=drain_deadline_s(spec),
             call_deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
             skip_share=spec.reward.skip_budget,
         ),
