@@ -14,7 +14,9 @@ from flows.commands._run_file import AsJson, Debug
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="registry.host/name to build into.")]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="registry.host/name@sha256:...")]
-Base = Annotated[str, typer.Argument(metavar="BASE", help="registry.host/name, with tag or digest.")]
+Base = Annotated[
+    str, typer.Argument(metavar="BASE", help="registry.host/name, with tag or digest.")
+]
 From = Annotated[
     Path, typer.Option("--checkout", exists=True, file_okay=False, help="A git checkout.")
 ]
@@ -64,7 +66,9 @@ def inspect(image: Image, as_json: AsJson = False, debug: Debug = False) -> None
     _say(fields, as_json, image)
 
 
-def lock(base: Base, checkout: From = Path(), as_json: AsJson = False, debug: Debug = False) -> None:
+def lock(
+    base: Base, checkout: From = Path(), as_json: AsJson = False, debug: Debug = False
+) -> None:
     """Resolve a base and write it into configs/runtime.lock.json; commit that file."""
     from runtime.launch.image.building import lock_base
 

@@ -101,9 +101,7 @@ class BuildKit:
                 f"{self._command[0]} is not installed: build with --builder registry"
             ) from error
         except subprocess.TimeoutExpired as error:
-            raise ServiceUnavailable(
-                f"BuildKit did not end within {_DEADLINE_S:g} s"
-            ) from error
+            raise ServiceUnavailable(f"BuildKit did not end within {_DEADLINE_S:g} s") from error
         if done.returncode != 0:
             said = "\n".join(done.stderr.strip().splitlines()[-5:])
             raise ConfigError(f"BuildKit failed with {done.returncode}: {said}")

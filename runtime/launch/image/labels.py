@@ -93,7 +93,9 @@ class ImageLabels:
             requires: features of the run file.
         """
         lost = [n for n, module in lock.entry_points.items() if self.entry_points.get(n) != module]
-        found = [f"the image has no entry point {', '.join(lost)}: rebuild the image"] if lost else []
+        found = (
+            [f"the image has no entry point {', '.join(lost)}: rebuild the image"] if lost else []
+        )
         absent = [name for name in requires if name not in self.features]
         if absent:
             found.append(

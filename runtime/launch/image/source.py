@@ -47,7 +47,8 @@ class Checkout:
         Raises:
             ConfigError: if ``path`` is in no git checkout, or git is missing.
         """
-        self._path = path
+        self.top = path
+        # From a folder within, git would archive that folder alone.
         self.top = Path(self._git("rev-parse", "--show-toplevel").decode().strip())
 
     def revision(self) -> Revision:
@@ -106,9 +107,7 @@ class Checkout:
 
     def export(self, revision: Revision, folder: Path) -> None:
         """Write the committed tree into an empty folder."""
-        with tarfile.open(
-            fileobj=io.BytesIO(self._archive(revision))
-        ) as tar:
+        with tarfile.open(fileobj=io.BytesIO(self._archive(revision))) as tar:
             tar.extractall(folder, filter="data")
 
     def _archive(self, revision: Revision) -> bytes:
@@ -118,7 +117,7 @@ class Checkout:
         try:
             done = subprocess.run(
                 # A checkout that another user owns (a mounted one) is read all the same.
-                ["git", "-C", str(self._path), "-c", "safe.directory=*", *arguments],
+                ["git", "-C", str(self.top), "-c", "safe.directory=*", *arguments],
                 env={**os.environ, "LC_ALL": "C"},
                 capture_output=True,
                 timeout=_GIT_DEADLINE_S,
@@ -129,7 +128,7 @@ class Checkout:
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise ConfigError(
-                f"git in {self._path}: {said[-1] if said else arguments[0] + ' failed'}"
+                f"git in {self.top}: {said[-1] if said else arguments[0] + ' failed'}"
             )
         return done.stdout
 

@@ -291,7 +291,9 @@ def test_a_local_copy_of_the_base_must_be_the_locked_one(
     copy = put_base(registry.address, "mirror/base")
     other = put_base(registry.address, "mirror/other", types=registries.DOCKER)
     named = {"MILEPOST_BASE_IMAGE": f"{registry.address}/mirror/base:latest"}
-    assert build_image(target, checkout=checkout, environ=named).base.endswith(f"mirror/base@{copy}")
+    assert build_image(target, checkout=checkout, environ=named).base.endswith(
+        f"mirror/base@{copy}"
+    )
     named = {"MILEPOST_BASE_IMAGE": f"{registry.address}/mirror/other@{other}"}
     with pytest.raises(ConfigError, match="the lock names"):
         build_image(target, checkout=checkout, environ=named)
