@@ -79,7 +79,3 @@ def _around(spec: RunSpec) -> Iterator[_Gap]:
         yield "checkpoint.upload", spec.checkpoint.upload, "upload to an object store"
     if spec.output.compiler_cache is not None:
         yield "output.compiler_cache", str(spec.output.compiler_cache), "compiler caches"
-    if spec.launch.backend != "local":
-        yield "launch.backend", spec.launch.backend, "submission to a scheduler"
-    if spec.launch.auto_resume != "off":
-        yield "launch.auto_resume", spec.launch.auto_resume, "automatic resubmission"

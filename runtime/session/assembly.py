@@ -26,14 +26,17 @@ from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
-from runtime.session import deadman
 from runtime.session.books import Books
-from runtime.session.cluster import LocalRay, take_signals_back
+from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
 from runtime.session.holding import ServingHold
+from runtime.session.joined import JoinedRay, job_address
+from runtime.session.member import join_attempt
+from runtime.session.nodes import Nodes
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
@@ -82,25 +85,43 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         SessionError: if a process did not come up; a new epoch may.
     """
     context = ground.context
-    local_ray = LocalRay(ground.scratch)
+    own_ray = _ray_of(ground)
     try:
-        prepared, trainer = await _prepare_beside(ground, local_ray)
+        prepared, trainer = await _prepare_beside(ground, own_ray)
+        nodes = own_ray.nodes
+        ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder)
+        engines = make_engines(context, prepared, ground.recorder, nodes)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
-            async with _session(ground, prepared, engines, trainer, facts) as session:
+            async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
                 yield session
+        except Exception:
+            # What broke first may only be the first sign of a lost node.
+            await nodes.settle()
+            raise
         finally:
             with anyio.CancelScope(shield=True):
                 await trainer.shutdown()
                 await engines.monitor.stop()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(local_ray.stop)
+            await anyio.to_thread.run_sync(own_ray.stop)
 
 
-async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared, TrainerGroup]:
+def _ray_of(ground: Ground) -> SessionRay:
+    context = ground.context
+    if context.order.ray == "own":
+        return LocalRay(ground.scratch)
+    return JoinedRay(
+        context.plan.topology,
+        address=job_address(),
+        env=owned_environment({}, attempt_dir=context.attempt.path, epoch=context.epoch),
+        placement_deadline_s=context.spec.launch.synchronized_start_timeout,
+    )
+
+
+async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:
     """Prepare in a process of its own while Ray and the trainer's ranks start: all import much."""
     context, timing = ground.context, ground.recorder.timing
     spec = context.spec
@@ -108,14 +129,19 @@ async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared
     started: list[TrainerGroup] = []
 
     async def start_trainer() -> None:
-        await anyio.to_thread.run_sync(local_ray.start)
+        await anyio.to_thread.run_sync(own_ray.start)
+        nodes, ranks = own_ray.nodes, context.plan.topology.trainer_ranks
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
-                Placement(ranks=context.plan.topology.trainer_ranks),
+                Placement(
+                    ranks=ranks,
+                    host=nodes.address(nodes.trainer_node(0, ranks)),
+                    options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
+                ),
                 epoch=context.epoch,
-                on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
+                on_start=partial(join_attempt, str(context.attempt.path), epoch=context.epoch),
             )
         started.append(trainer)
 
@@ -151,6 +177,7 @@ async def _session(
     engines: Engines,
     trainer: TrainerGroup,
     facts: dict[str, object],
+    nodes: Nodes,
 ) -> AsyncGenerator[Session, None]:
     context, recorder = ground.context, ground.recorder
     spec = context.spec
@@ -192,9 +219,9 @@ async def _session(
         await engines.monitor.kill(slot, incarnation, reason)
 
     transport = (
-        DiskTransport(trainer)
+        DiskTransport(trainer, root=_shared_scratch(context, nodes))
         if context.plan.publication_transport == "disk"
-        else BroadcastTransport(trainer)
+        else BroadcastTransport(trainer, host=nodes.address(0))
     )
     publishing = Publishing(
         publisher=Publisher(
@@ -285,6 +312,15 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+
+
+def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
+    """Memory of this host where everything runs on it; else a folder that all nodes see."""
+    if not nodes.nodes:
+        return None
+    folder = context.root.path / "scratch"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

@@ -81,7 +81,10 @@ async def _run(context: Context) -> Outcome:
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
     folder = cluster.scratch_folder(context.run_key, context.epoch)
-    cluster.set_environment(folder)
+    if context.order.ray == "own":
+        cluster.set_environment(folder)
+    else:
+        cluster.keep_job_environment()
     from runtime.session.assembly import Ground, session_of
 
     signals = Signals.of(

@@ -37,6 +37,7 @@ from runtime.rollout.producer import Producer
 from runtime.rollout.settings import ProducerSettings
 from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
+from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
@@ -52,10 +53,13 @@ class Engines:
     gate: AdmissionGate
 
 
-def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> Engines:
-    """Slots of the run file; nothing is started yet."""
+def make_engines(
+    context: Context, prepared: Prepared, recorder: Recorder, nodes: Nodes | None = None
+) -> Engines:
+    """Slots of the run file, on their nodes; nothing is started yet."""
+    nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
-    # The ports stay on loopback; the token keeps other users of the machine out all the same.
+    # On one host the ports stay on loopback; the token keeps everybody else out all the same.
     api_key = secrets.token_hex(16)
 
     def connect(address: EngineAddress) -> HttpEngineClient:
@@ -64,10 +68,11 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
     pool = EnginePool(spec.rollout.engines, clock=clock)
     runners = {
         slot: RaySlot(
-            owner=_owner(context, prepared, slot, api_key),
+            owner=_owner(context, prepared, slot, api_key, nodes.address(nodes.engine_node(slot))),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
             start_deadline_s=stretched("readiness", 300.0),
+            options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
     }
@@ -92,11 +97,14 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
     return Engines(pool=pool, monitor=monitor, gate=gate)
 
 
-def _owner(context: Context, prepared: Prepared, slot: int, api_key: str) -> EmbeddedOwner:
+def _owner(
+    context: Context, prepared: Prepared, slot: int, api_key: str, host: str
+) -> EmbeddedOwner:
     rollout = context.spec.rollout
     settings = EngineSettings.model_validate(
         {
             "model_path": prepared.model,
+            "host": host,
             "dtype": context.spec.model.dtype,
             "api_key": SecretStr(api_key),
             "max_running_requests": rollout.max_running_requests,
