@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from configs.session import Health
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
 from runtime.engines.protocol import EngineAddress, EngineClient
@@ -48,6 +49,18 @@ class HealthSettings:
     restarts_per_hour: int = 3
     backoff_s: float = 5.0
     """Before the second restart within the hour; doubles with each further one."""
+
+
+def health_settings(health: Health) -> HealthSettings:
+    """``[health]`` as the monitor takes it."""
+    return HealthSettings(
+        enabled=health.enabled,
+        interval_s=health.interval,
+        timeout_s=health.timeout,
+        misses=health.misses,
+        first_wait_s=health.first_wait,
+        restarts_per_hour=health.restarts_per_hour,
+    )
 
 
 class _Watch:

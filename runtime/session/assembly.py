@@ -21,11 +21,13 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.evaluation.snapshots import pinned_policies
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import CommitRecord
 from runtime.session import deadman
 from runtime.session.books import Books
@@ -41,6 +43,7 @@ from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
+    make_background_evaluator,
     make_engines,
     make_evaluator,
     make_producer,
@@ -182,7 +185,7 @@ async def _session(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
         for name in await anyio.to_thread.run_sync(
-            partial(retain, context.root, context.epoch, keep=spec.checkpoint.keep)
+            _retain, context.root, context.epoch, spec.checkpoint.keep
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
 
@@ -208,7 +211,7 @@ async def _session(
         drain_deadline_s=spec.rollout.drain_deadline,
         lifecycle=recorder.lifecycle,
     )
-    async with make_verifiers(context, stores) as verifiers:
+    async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(
             context,
             engines,
@@ -219,6 +222,14 @@ async def _session(
             vocab_size=cast(int, facts["vocab_size"]),
             next_collection=update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
+        )
+        background = None
+        if spec.evaluation.mode == "background":
+            background = make_background_evaluator(
+                context, prepared, stores, recorder, source=trainer, tasks=ground.tasks
+            )
+        evaluator = background or make_evaluator(
+            context, engines, prepared, stores, verifiers, recorder
         )
         parts = Parts(
             context=context,
@@ -238,7 +249,7 @@ async def _session(
                 parent=None if found is None else found.commit,
                 clock=context.clock,
             ),
-            evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            evaluator=evaluator,
             probe=AgreementProbe(
                 pool=engines.pool,
                 trainer=trainer,
@@ -271,6 +282,8 @@ async def _session(
             tasks.start_soon(trainer.watch)
             tasks.start_soon(publishing.mend_for_ever)
             tasks.start_soon(session.watch_for_ever)
+            if background is not None:
+                tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
             try:
                 yield session
@@ -279,6 +292,11 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+
+
+def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
+    pinned = pinned_policies(root, Chain(root).read())
+    return retain(root, epoch, keep=keep, pinned=pinned)
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:
