@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from configs.session import Health
 from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
@@ -66,6 +67,18 @@ class HealthSettings:
         promised = self.interval_s * self.misses + DETECT_SLACK_S
         left = promised - self.interval_s - self.timeout_s - 2 * EXIT_POLL_S
         return min(self.interval_s, max(EXIT_POLL_S, left / (self.misses - 1)))
+
+
+def health_settings(health: Health) -> HealthSettings:
+    """``[health]`` as the monitor takes it."""
+    return HealthSettings(
+        enabled=health.enabled,
+        interval_s=health.interval,
+        timeout_s=health.timeout,
+        misses=health.misses,
+        first_wait_s=health.first_wait,
+        restarts_per_hour=health.restarts_per_hour,
+    )
 
 
 class _Watch:

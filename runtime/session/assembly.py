@@ -21,11 +21,13 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.evaluation.snapshots import pinned_policies
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
 from runtime.session.books import Books
@@ -46,6 +48,7 @@ from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
     drain_deadline_s,
+    make_background_evaluator,
     make_engines,
     make_evaluator,
     make_producer,
@@ -211,7 +214,7 @@ async def _session(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
         for name in await anyio.to_thread.run_sync(
-            partial(retain, context.root, context.epoch, keep=spec.checkpoint.keep)
+            _retain, context.root, context.epoch, spec.checkpoint.keep
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
 
@@ -238,7 +241,7 @@ async def _session(
         drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
     )
-    async with make_verifiers(context, stores) as verifiers:
+    async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(
             context,
             engines,
@@ -251,6 +254,14 @@ async def _session(
             decode_folder=prepared.tokenizer,
         )
         books = Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks)
+        background = None
+        if spec.evaluation.mode == "background":
+            background = make_background_evaluator(
+                context, prepared, stores, recorder, source=trainer, tasks=ground.tasks
+            )
+        evaluator = background or make_evaluator(
+            context, engines, prepared, stores, verifiers, recorder
+        )
         parts = Parts(
             context=context,
             prepared=prepared,
@@ -270,7 +281,7 @@ async def _session(
                 clock=context.clock,
                 before_record=books.kept,
             ),
-            evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            evaluator=evaluator,
             probe=AgreementProbe(
                 pool=engines.pool,
                 trainer=trainer,
@@ -304,6 +315,8 @@ async def _session(
             tasks.start_soon(trainer.watch)
             tasks.start_soon(publishing.mend_for_ever)
             tasks.start_soon(session.watch_for_ever)
+            if background is not None:
+                tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
             try:
                 yield session
@@ -321,6 +334,11 @@ def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
     folder = context.root.path / "scratch"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
+    pinned = pinned_policies(root, Chain(root).read())
+    return retain(root, epoch, keep=keep, pinned=pinned)
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

@@ -93,6 +93,7 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
         detached=context.plan.detached,
         detach_grace_s=context.spec.launch.detach_grace,
         clock=context.clock,
+        over_time=context.is_over_time,
     )
     ends: list[End] = []
     async with anyio.create_task_group() as tasks:

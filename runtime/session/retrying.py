@@ -147,5 +147,8 @@ class StepRetries:
 
     def _leave_if_asked(self, failure: Failure, leaving: End | None) -> None:
         end = self.signals.end_requested()
-        if end is not None and end != leaving:
+        if end is None or end == leaving:
+            return
+        # A run that leaves with all it owes does not owe less because its time is up.
+        if leaving is None or end.by is not EndedBy.WALL_CLOCK:
             raise StepEnded(end, failure)

@@ -1,5 +1,6 @@
 """The order at a boundary, and what every end does, with parts that only say they were used."""
 
+import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -53,8 +54,9 @@ class Sessions:
         self.control = Control(self.context.root)
         spec = self.context.spec
         signals = Signals.of(
-            self.context.root, epoch=1, detached=True, detach_grace_s=60.0, clock=self.clock
-        )
+            self.context.root, epoch=1, detached=True, detach_grace_s=60.0, clock=self.clock,
+            over_time=self.context.is_over_time,
+        )  # fmt: skip
         self.parts = parts = SimpleNamespace(
             context=self.context,
             prepared=SimpleNamespace(model="m", fingerprint="f"),
@@ -78,7 +80,8 @@ class Sessions:
             ),
             commits=self,
             evaluator=SimpleNamespace(
-                sets={"held": None}, outstanding=[], evaluate=self._evaluate, final=self._final
+                sets={"held": None}, outstanding=[], evaluate=self._evaluate, final=self._final,
+                settle=self._settle, ask_later=lambda policy: self._say(f"ask {policy.update}"),
             ),
             probe=SimpleNamespace(measure=self._probe),
             exporter=SimpleNamespace(export=self._export),
@@ -109,6 +112,7 @@ class Sessions:
                 lifecycle=SimpleNamespace(record=lambda *_, **__: None),
             ),
         )  # fmt: skip
+        self.signals = signals
         rules = EndRules(
             max_updates=self.context.plan.schedule.updates,
             data_updates=-(-num_prompts // 2),
@@ -188,6 +192,9 @@ class Sessions:
 
     async def _evaluate(self, name: str, policy: PolicyId, *, kind: str) -> None:
         self._say(f"evaluate {policy.update}")
+
+    async def _settle(self) -> None:
+        pass
 
     async def _final(self, policy: PolicyId, **_: object) -> None:
         self._say(f"final {policy.update}")
@@ -360,6 +367,66 @@ async def test_the_wall_clock_ends_it_off_cadence_with_all_that_is_owed(tmp_path
         assert await sessions.run() is EndedBy.WALL_CLOCK
     assert sessions.staged == [2, 3]
     assert sessions.said[-2:] == ["export 3", "final 3"]
+
+
+async def terminated(sessions: Sessions, *, waited_s: float = 0.0) -> EndedBy:
+    """SIGTERM while the fourth collection is waited for; ``waited_s`` of the grace go by."""
+    sessions.stalls_at = 3
+    async with anyio.create_task_group() as tasks:
+
+        async def terminate() -> None:
+            await sessions.stalled.wait()
+            sessions.signals.on_signal(signal.SIGTERM)
+            sessions.clock.advance(waited_s)
+
+        tasks.start_soon(terminate)
+        return await sessions.run()
+
+
+async def test_sigterm_without_resumption_commits_asks_and_exports(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.staged == [2, 3]
+    assert sessions.said[-4:] == ["stage 3", "close producer", "ask 3", "export 3"]
+
+
+async def test_sigterm_with_no_time_left_does_without_the_export(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    assert await terminated(sessions, waited_s=50.0) is EndedBy.SIGTERM
+    assert sessions.said[-1] == "ask 3"
+
+
+async def test_sigterm_of_a_run_that_will_be_resumed_owes_a_commit_alone(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS, 'launch.auto_resume="milepost"')
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.said[-2:] == ["stage 3", "close producer"]
+
+
+async def test_sigterm_without_a_commit_asks_for_nothing(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    sessions.fail("stage 3", *[DiskFull("full")] * 9)
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert not {"ask 3", "export 3"} & set(sessions.said)
+
+
+async def test_an_export_without_room_after_sigterm_stops_nothing(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    sessions.fail("export 3", DiskFull("full"))
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.said[-2:] == ["ask 3", "export 3"]
+
+
+async def test_the_wall_clock_lets_a_held_step_go(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, "core.max_run_seconds=30", EXPORTS)
+    sessions.fail("publish 3", *[PublicationFailed("none verified")] * 9)
+    assert await sessions.run() is EndedBy.WALL_CLOCK
+    assert sessions.said[-2:] == ["export 3", "final 3"]
+
+
+async def test_a_run_at_its_end_is_not_stopped_by_the_wall_clock(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=2", "core.max_run_seconds=30", EXPORTS)
+    sessions.fail("export 2", *[DiskFull("full")] * 9)
+    assert await sessions.run() is EndedBy.PARKED  # detach_grace comes, the bound says nothing
 
 
 async def test_debug_exit_counts_from_the_update_that_was_restored(tmp_path: Path) -> None:
