@@ -80,7 +80,7 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         SessionError: if a process did not come up; a new epoch may.
     """
     context = ground.context
-    local_ray = LocalRay(ground.scratch)
+    local_ray = LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
     try:
         prepared, trainer = await _prepare_beside(ground, local_ray)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
@@ -111,7 +111,10 @@ async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
-                Placement(ranks=context.plan.topology.trainer_ranks),
+                Placement(
+                    ranks=context.plan.topology.trainer_ranks,
+                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
+                ),
                 epoch=context.epoch,
                 on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
             )
