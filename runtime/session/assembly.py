@@ -115,7 +115,7 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
 def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
-        return LocalRay(ground.scratch)
+        return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
     return JoinedRay(
         context.plan.topology,
         address=job_address(),
@@ -140,6 +140,7 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
                 Placement(
                     ranks=ranks,
+                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
                     host=nodes.address(nodes.trainer_node(0, ranks)),
                     options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
                 ),
