@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test test-outage check fmt
+.PHONY: venv run test test-outage test-evaluations check fmt
 
 venv: $(STAMP)
 
@@ -35,3 +35,6 @@ check: $(STAMP)
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-evaluations: $(STAMP)
+	MILEPOST_EVALUATIONS=1 $(BIN)/python -m pytest tests/e2e/test_background.py

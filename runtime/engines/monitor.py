@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from configs.session import Health
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
 from runtime.engines.protocol import EngineAddress, EngineClient
@@ -65,6 +67,18 @@ class HealthSettings:
         promised = self.interval_s * self.misses + DETECT_SLACK_S
         left = promised - self.interval_s - self.timeout_s - 2 * EXIT_POLL_S
         return min(self.interval_s, max(EXIT_POLL_S, left / (self.misses - 1)))
+
+
+def health_settings(health: Health) -> HealthSettings:
+    """``[health]`` as the monitor takes it."""
+    return HealthSettings(
+        enabled=health.enabled,
+        interval_s=health.interval,
+        timeout_s=health.timeout,
+        misses=health.misses,
+        first_wait_s=health.first_wait,
+        restarts_per_hour=health.restarts_per_hour,
+    )
 
 
 class _Watch:
@@ -197,11 +211,29 @@ class HealthMonitor:
         await self._bury(slot)
         return True
 
+    async def bury_exited(self) -> list[int]:
+        """End every engine whose process is gone, without waiting for the next look; which slots.
+
+        After a publication failed: its retry must not meet an engine that cannot answer any more.
+        """
+        gone: list[int] = []
+        for engine in self._pool.live():
+            if not await self._runners[engine.slot].is_running():
+                reason = "its server process has exited"
+                if await self.kill(engine.slot, engine.incarnation, reason):
+                    gone.append(engine.slot)
+        return gone
+
     def is_exhausted(self, slot: int) -> bool:
         """The slot has used up its restarts of this hour, or recovery is off."""
         return not self._settings.enabled or self._num_restarts(slot) >= (
             self._settings.restarts_per_hour
         )
+
+    def renew(self) -> None:
+        """Every slot has all its restarts again: a person looked, and asked for one more try."""
+        for times in self._restarts.values():
+            times.clear()
 
     @property
     def lost_slots(self) -> list[int]:
@@ -281,6 +313,8 @@ class HealthMonitor:
 
     async def _shows_life(self, client: EngineClient) -> bool:
         """It answers a generation probe, or makes tokens for others while the probe waits."""
+        if faults.plan is not None and await faults.plan.pause("engine.probe") is faults.Kind.DROP:
+            return False
         is_alive = has_moved = False
 
         async def count_tokens() -> None:
@@ -313,6 +347,8 @@ class HealthMonitor:
         """End whatever is left of the server; a new one may need its memory and its port."""
         self._busy.add(slot)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("engine.bury")
             with anyio.CancelScope(shield=True):  # bounded by the runner itself
                 await self._runners[slot].stop()
         finally:
@@ -330,6 +366,8 @@ class HealthMonitor:
             self._restarts[slot].append(self._clock.monotonic())
             if used:
                 await self._sleep(self._settings.backoff_s * 2 ** (used - 1))
+            if faults.plan is not None:
+                await faults.plan.pause("engine.restart")
             if self._pool.state(slot) is not SlotState.DEAD:
                 return  # retired meanwhile
             self._pool.restarting(slot)
@@ -342,6 +380,8 @@ class HealthMonitor:
             self._busy.discard(slot)
 
     async def _join(self, slot: int) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("engine.start")
         address = await self._runners[slot].start()
         client = self._connect(address)
         try:

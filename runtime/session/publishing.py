@@ -76,6 +76,12 @@ class Publishing:
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
                 )
+            except Exception:
+                self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
+                # The monitor was paused: the retry would meet an engine that has died meanwhile,
+                # and its tries are over before the next look.
+                await self.monitor.bury_exited()
+                raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
                 raise
@@ -135,19 +141,31 @@ class Publishing:
             return None
         return await self.publisher.mend(target, published)
 
-    async def _some_engines(self) -> list[LiveEngine]:
-        """The living engines; waits while every one is being restarted within its budget.
+    @property
+    def has_lost_engines(self) -> bool:
+        """``check_engines`` would raise."""
+        return bool(self.monitor.lost_slots)
+
+    async def check_engines(self) -> None:
+        """See that every engine lives or is to be started again.
 
         A run that goes on without an engine for good would only be slower, and say so nowhere: it
         is held, whatever the others do.
+
+        Raises:
+            EngineDead: if an engine is dead and its restarts are used up.
         """
+        if lost := self.monitor.lost_slots:
+            raise EngineDead(
+                f"engine slots {lost} are dead and the restart budget of this hour is used up "
+                "(health.restarts_per_hour)",
+                slots=lost,
+            )
+
+    async def _some_engines(self) -> list[LiveEngine]:
+        """The living engines; waits while every one is being restarted within its budget."""
         while True:
-            if lost := self.monitor.lost_slots:
-                raise EngineDead(
-                    f"engine slots {lost} are dead and the restart budget of this hour is used up "
-                    "(health.restarts_per_hour)",
-                    slots=lost,
-                )
+            await self.check_engines()
             if engines := self.pool.live():
                 return engines
             await anyio.sleep(_MEND_POLL_S)

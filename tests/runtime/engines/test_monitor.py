@@ -296,6 +296,20 @@ async def test_three_restarts_an_hour_with_back_off_then_the_slot_stays_dead(tas
     assert house.monitor.lost_slots == []
 
 
+async def test_a_person_gives_a_slot_its_restarts_back(tasks):
+    house = House(backoff_s=5.0)
+    await house.up(tasks)
+    house.runners[0].failures = 100
+    house.server().exists = False
+    await house.time.run_for(300)
+    assert house.monitor.lost_slots == [0]
+    house.runners[0].failures = 0
+    house.monitor.renew()
+    assert house.monitor.lost_slots == []
+    await house.time.run_for(5)
+    assert house.state() is SlotState.STALE
+
+
 async def test_first_wait_comes_after_the_start_and_after_every_resume(tasks):
     house = House(first_wait_s=100.0)
     await house.up(tasks)
