@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test check fmt
+.PHONY: venv run test drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
@@ -21,6 +21,15 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+drill: $(STAMP)
+	$(BIN)/milepost drill --kills 100
+
+drill-short: $(STAMP)
+	$(BIN)/milepost drill --kills 4 --updates 12
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.faults.mutants
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,5 +9,5 @@ from tests.faults.mutants import MUTANTS, is_caught, make
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_caught(mutant, tmp_path) -> None:
     make(mutant, tmp_path)
-    caught, said = is_caught(mutant, tmp_path)
+    caught, said = is_caught(mutant, tmp_path, "-x")
     assert caught, said
