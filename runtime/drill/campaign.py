@@ -34,13 +34,13 @@ _IDLE_S = 300.0
 _PATIENCE_S = 20.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
 _CARD = "kill at a point"
-_AGAIN = 0.45
+_AGAIN = 0.75
 """Share of blows that are followed by another before the run has recovered."""
-_VOLLEY = 4
-_WITHIN_S = 12.0
+_VOLLEY = 6
+_WITHIN_S = 10.0
 """A following blow comes within this, so also while the next epoch is starting."""
 _LEAVING_S = 20.0
-_FREEZE = 2.5
+_FREEZE = 1.7
 """Leases that a freeze lasts."""
 
 
@@ -98,7 +98,7 @@ class Campaign:
         seed: int,
         say: Callable[[str], None],
         updates: int = 60,
-        blows_per_run: int = 10,
+        blows_per_run: int = 20,
         names: Sequence[str] = tuple(WEIGHTS),
     ) -> None:
         self._folder = folder

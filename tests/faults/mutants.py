@@ -99,8 +99,8 @@ MUTANTS = (
         ),
         caught_by=(
             (
-                "tests/runtime/rollout/test_producer.py::"
-                "test_siblings_are_cancelled_and_joined_and_all_of_the_attempt_is_thrown_away"
+                "tests/runtime/rollout/test_requests.py::"
+                "test_a_failing_sibling_cancels_the_others_and_they_are_joined"
             ),
             "tests/faults/test_producer_cancelled.py",
         ),
