@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test drill drill-short mutants check fmt
+.PHONY: venv run test test-outage test-evaluations drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
@@ -31,6 +31,9 @@ drill-short: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.faults.mutants
 
+test-outage: $(STAMP)
+	$(BIN)/python -m pytest -m outage
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,3 +44,6 @@ check: $(STAMP)
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-evaluations: $(STAMP)
+	MILEPOST_EVALUATIONS=1 $(BIN)/python -m pytest tests/e2e/test_background.py

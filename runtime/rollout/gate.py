@@ -135,6 +135,18 @@ class AdmissionGate:
             return self._open_s
         return self._open_s + self._clock.monotonic() - self._opened_at
 
+    def shut(self, reason: str) -> None:
+        """Admit no more training calls; those inside go on. Idempotent.
+
+        Args:
+            reason: for the record.
+        """
+        if self._opened_at is None:
+            return
+        self._open_s += self._clock.monotonic() - self._opened_at
+        self._opened_at = None
+        self._tell(Event.GENERATION_PAUSED, reason=reason, active=self.active)
+
     async def close(self, *, drain_deadline_s: float, reason: str) -> int:
         """Shut the gate and wait until nobody is inside.
 
@@ -154,10 +166,7 @@ class AdmissionGate:
         """
         if faults.plan is not None:
             await faults.plan.pause("gate.close")
-        if self._opened_at is not None:
-            self._open_s += self._clock.monotonic() - self._opened_at
-            self._opened_at = None
-            self._tell(Event.GENERATION_PAUSED, reason=reason, active=self.active)
+        self.shut(reason)
         if await self._drained_within(drain_deadline_s):
             return 0
         stragglers = list(self._active)

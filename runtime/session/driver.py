@@ -81,7 +81,10 @@ async def _run(context: Context) -> Outcome:
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
     folder = cluster.scratch_folder(context.run_key, context.epoch)
-    cluster.set_environment(folder)
+    if context.order.ray == "own":
+        cluster.set_environment(folder)
+    else:
+        cluster.keep_job_environment()
     from runtime.session.assembly import Ground, session_of
 
     signals = Signals.of(
@@ -90,6 +93,7 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
         detached=context.plan.detached,
         detach_grace_s=context.spec.launch.detach_grace,
         clock=context.clock,
+        over_time=context.is_over_time,
     )
     ends: list[End] = []
     async with anyio.create_task_group() as tasks:

@@ -228,7 +228,10 @@ class Guard:
             # It attaches on its own and may come and go: it is no process of the attempt.
             with suppress(OSError), self._attempt.path.joinpath("companion.log").open("ab") as log:
                 subprocess.Popen(
-                    self._spec.companion,
+                    [
+                        part.replace("{attempt}", str(self._attempt.path))
+                        for part in self._spec.companion
+                    ],
                     env=free_environment(os.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -124,6 +124,11 @@ class Event(StrEnum):
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
     EVALUATION_FINISHED = "evaluation.finished", "A result stands; metrics are here."
     EVALUATION_FAILED = "evaluation.failed", "Counts done, failed, untried, by error class."
+    EVALUATION_VOIDED = (
+        "evaluation.voided",
+        "An attempt went on past a final evaluation that had not started.",
+    )
+    EXPORT_FAILED = "export.failed", "No export could be written; the run ends without it."
     EXPORT_FINISHED = "export.finished", "A Hugging Face folder stands, verified."
 
     # Telemetry about itself
