@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,12 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.identity import RunIdentity, differences
 from runtime.checkpoints.resume import Restorable, check_restored, find_restorable
 from runtime.checkpoints.retention import retain
+from runtime.checkpoints.upload import Uploads
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
@@ -214,10 +216,27 @@ async def _session(
         recorder.lifecycle.record(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
+        if uploads is not None:
+            uploads.committed(record)
         for name in await anyio.to_thread.run_sync(
-            _retain, context.root, context.epoch, spec.checkpoint.keep
+            _retain,
+            context.root,
+            context.epoch,
+            spec.checkpoint.keep,
+            frozenset() if uploads is None else uploads.pinned,
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
+
+    uploads = (
+        None
+        if spec.checkpoint.upload is None
+        else Uploads(
+            context.root,
+            Bucket.of(spec.checkpoint.upload),
+            keep=spec.checkpoint.keep,
+            record=recorder.lifecycle.record,
+        )
+    )
 
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
@@ -319,6 +338,8 @@ async def _session(
             if background is not None:
                 tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
+            if uploads is not None:
+                tasks.start_soon(uploads.run)
             try:
                 yield session
             finally:
@@ -326,6 +347,8 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+                    if uploads is not None:
+                        await uploads.settle()
 
 
 def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
@@ -337,8 +360,8 @@ def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
     return folder
 
 
-def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
-    pinned = pinned_policies(root, Chain(root).read())
+def _retain(root: RunRoot, epoch: int, keep: int, copying: Collection[str]) -> tuple[str, ...]:
+    pinned = {*pinned_policies(root, Chain(root).read()), *copying}
     return retain(root, epoch, keep=keep, pinned=pinned)
 
 

@@ -121,6 +121,15 @@ class Event(StrEnum):
     CHECKPOINT_RESTORED = "checkpoint.restored", "Trainer and ledger stand at this commit."
     CHECKPOINT_LEFTOVER = "checkpoint.leftover", "A folder could not be deleted; it is harmless."
     CHECKPOINT_DELETED = "checkpoint.deleted", "Retention removed a checkpoint."
+    CHECKPOINT_UPLOADED = "checkpoint.uploaded", "Its copy in the object store is whole."
+    CHECKPOINT_UPLOAD_FAILED = (
+        "checkpoint.upload_failed",
+        "The object store did not take it; the next commit brings it along.",
+    )
+    CHECKPOINT_FETCHED = (
+        "checkpoint.fetched",
+        "A root without history was filled from the object store.",
+    )
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
     EVALUATION_FINISHED = "evaluation.finished", "A result stands; metrics are here."
     EVALUATION_FAILED = "evaluation.failed", "Counts done, failed, untried, by error class."

@@ -274,7 +274,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
         (('core.publication_transport = "ipc"',), "core.publication_transport"),
         (('evaluation.mode = "background"',), "evaluation.mode"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
-        (('checkpoint.upload = "s3://b/p"',), "checkpoint.upload"),
         (("output.compiler_cache = 'c'",), "output.compiler_cache"),
         (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "launch.backend"),
         (('launch.auto_resume = "scheduler"',), "launch.auto_resume"),
