@@ -23,7 +23,7 @@ from runtime.publication.limits import PublicationLimits
 from runtime.publication.pausing import PublicationMode
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.stage_log import StageEvent, StageLog, log_stage
-from runtime.publication.swap import Drain, Kill, Swap, SwapParts
+from runtime.publication.swap import Decided, Drain, Kill, Swap, SwapParts
 from runtime.telemetry.events import Event
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
@@ -88,6 +88,7 @@ class Publisher:
         *,
         mode: PublicationMode,
         drain: Drain | None = None,
+        decided: Decided | None = None,
     ) -> Decision:
         """Make ``policy`` the published one on every target that can be verified.
 
@@ -100,6 +101,8 @@ class Publisher:
             targets: the engines that take part; their order means nothing.
             mode: ``drain`` awaits ``drain`` first, ``refresh`` swaps under running requests.
             drain: needed in ``drain`` mode, not looked at otherwise.
+            decided: told before anything resumes, so that no request goes to new weights with an
+                old policy as its salt.
 
         Raises:
             PublicationFailed: if no target was verified, or one that was not could not be ended.
@@ -113,7 +116,7 @@ class Publisher:
         async with self._lock:
             log = StageLog(policy, self._clock, self._stage_log)
             swap = Swap(self._parts, log, policy, targets, mode)
-            return await self._closed("publication", swap, self._publish(swap, drain))
+            return await self._closed("publication", swap, self._publish(swap, drain, decided))
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Decision:
         """Bring one restarted engine to the published policy; ``decision.policy`` says which it is.
@@ -167,7 +170,7 @@ class Publisher:
             self._snapshot = None
             await self._transport.close()
 
-    async def _publish(self, swap: Swap, drain: Drain | None) -> None:
+    async def _publish(self, swap: Swap, drain: Drain | None, decided: Decided | None) -> None:
         await swap.prepare()
         if drain is not None and not self._is_halted:
             # Halted engines stand paused: what they hold cannot end before the retry.
@@ -181,6 +184,8 @@ class Publisher:
         previous, self._snapshot = self._snapshot, swap.snapshot
         self._published = swap.policy
         self._is_halted = False
+        if decided is not None:
+            decided(swap.policy, swap.verified)
         await swap.resume()
         await swap.kill_failed()
         if previous is not None and previous.policy != swap.policy:
