@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 import orjson
 
 from runtime.engines.answers import classify
+from runtime.engines.bucket_body import cuda_body, memory_body
 from runtime.engines.connection import Connection
 from runtime.engines.probe import probe
 from runtime.engines.protocol import (
@@ -21,6 +22,7 @@ from runtime.engines.protocol import (
     PauseMode,
     TensorSpec,
 )
+from runtime.engines.shared import SharedBucket
 from runtime.engines.wire import generate_body, generations
 from runtime.errors import (
     ContractViolation,
@@ -216,6 +218,29 @@ class HttpEngineClient:
             body["weight_version"] = str(policy)
         await self._update("/update_weights_from_tensor", body)
 
+    async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:
+        """Load one bucket from memory that this machine's processes share.
+
+        Raises:
+            ContractViolation: if the bucket's description does not come out; nothing was sent.
+            EngineRefused: if the engine opens no such memory, the weights do not fit, or ``flush``
+                meets retracted requests.
+        """
+        self._check_flush(flush)
+        info = await self.info()
+        if info.shares != ("memory" if bucket.cuda is None else "cuda"):
+            raise EngineRefused(
+                f"this engine opens {info.shares} memory; the bucket lies in "
+                + ("host memory" if bucket.cuda is None else "device memory"),
+                url=self._url,
+            )
+        body = (
+            memory_body(bucket)
+            if bucket.cuda is None
+            else cuda_body(bucket, num_ranks=info.digest.tensor)
+        )
+        await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
+
     async def begin_update(self) -> None:
         """Open a weight-update session where the engine has one."""
         if (await self.info()).update_bracket:
@@ -241,7 +266,13 @@ class HttpEngineClient:
         await self._update("/init_weights_update_group", body)
 
     async def update_from_distributed(
-        self, specs: Sequence[TensorSpec], *, group: str, policy: PolicyId | None, flush: bool
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        group: str,
+        policy: PolicyId | None,
+        flush: bool,
+        flat: bool = False,
     ) -> None:
         """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer."""
         self._check_flush(flush)
@@ -252,6 +283,8 @@ class HttpEngineClient:
             "group_name": group,
             "flush_cache": flush,
         }
+        if flat:
+            body["load_format"] = "flattened_bucket"
         if policy is not None:
             body["weight_version"] = str(policy)
         await self._update("/update_weights_from_distributed", body)
@@ -277,12 +310,12 @@ class HttpEngineClient:
             "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
         )
         sums: dict[str, str] = {}
-        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
-            for name, found in cast(Mapping[str, str], rank["checksums"]).items():
-                if sums.setdefault(name, found) != found:
-                    raise ContractViolation(
-                        f"ranks of the engine hold different {name}", url=self._url, tensor=name
-                    )
+        ranks = cast(list[Mapping[str, Any]], answer.get("ranks") or [])
+        for rank in ranks:
+            # Each tensor-parallel rank holds its shards under the names of whole tensors.
+            where = f"{rank['parallelism_info']['tp_rank']}/" if len(ranks) > 1 else ""
+            found = cast(Mapping[str, str], rank["checksums"])
+            sums.update({f"{where}{name}": checksum for name, checksum in found.items()})
         if not sums:
             raise ContractViolation("the engine told no checksums", url=self._url)
         return sums
