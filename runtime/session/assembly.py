@@ -96,7 +96,7 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         nodes = own_ray.nodes
         ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder, nodes)
+        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
             async with _session(ground, prepared, engines, trainer, facts, nodes) as session:

@@ -55,9 +55,23 @@ class Engines:
 
 
 def make_engines(
-    context: Context, prepared: Prepared, recorder: Recorder, nodes: Nodes | None = None
+    context: Context,
+    prepared: Prepared,
+    recorder: Recorder,
+    nodes: Nodes | None = None,
+    *,
+    scratch: Path | None = None,
 ) -> Engines:
-    """Slots of the run file, on their nodes; nothing is started yet."""
+    """Slots of the run file, on their nodes; nothing is started yet.
+
+    Args:
+        context: of the session.
+        prepared: the model to serve.
+        recorder: hears what becomes of engines and gate.
+        nodes: of the attempt; None: this host.
+        scratch: a short folder on local disk for what a server keeps while it lives; None: the
+            temporary folder.
+    """
     nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
     # On one host the ports stay on loopback; the token keeps everybody else out all the same.
@@ -77,10 +91,12 @@ def make_engines(
                 log_path=context.attempt.path / f"engine-{slot}.log",
                 threads=context.threads,
                 host=nodes.address(nodes.engine_node(slot)),
+                scratch=scratch,
             ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=stretched("readiness", 300.0),
+            # The owner's own deadline comes first: it knows the server's last words.
+            start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
             options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
