@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -64,7 +64,15 @@ class ExportReceipt(BaseModel):
     """All files but this one."""
 
 
-class Restoring(WeightSource, Protocol):
+class LiveWeights(WeightSource, Protocol):
+    """A trainer that may hold adapters."""
+
+    async def write_adapter(self, folder: str) -> Written:
+        """Write the adapters alone, in peft's format; ConfigError where there are none."""
+        ...
+
+
+class Restoring(LiveWeights, Protocol):
     """A trainer that can be brought to a commit."""
 
     async def load(self, model_path: str) -> dict[str, object]:
@@ -77,7 +85,14 @@ class Restoring(WeightSource, Protocol):
 
 
 async def export_live(
-    root: RunRoot, source: WeightSource, policy: PolicyId, *, model: Path, epoch: int, final: bool
+    root: RunRoot,
+    source: LiveWeights,
+    policy: PolicyId,
+    *,
+    model: Path,
+    epoch: int,
+    final: bool,
+    adapter: bool = False,
 ) -> ExportReceipt:
     """Export what the trainer holds now. Idempotent: an export of the same name is replaced.
 
@@ -88,16 +103,25 @@ async def export_live(
         model: folder of the initial model, for config, tokenizer and generation config.
         epoch: of the caller.
         final: into ``export/``; otherwise into ``export-<update>/``.
+        adapter: the adapters alone, in peft's format; otherwise whole weights.
 
     Raises:
         DiskFull: if there is no room; nothing is left behind then.
         PartialWrite: if what was written does not read back equal.
     """
-    return await _export(root, source, policy, model, epoch, final, "trainer")
+    write = source.write_adapter if adapter else source.write_snapshot
+    companions = None if adapter else model
+    return await _export(root, write, policy, companions, epoch, final, "trainer")
 
 
 async def export_commit(
-    root: RunRoot, trainer: Restoring, restorable: Restorable, *, model: Path, epoch: int
+    root: RunRoot,
+    trainer: Restoring,
+    restorable: Restorable,
+    *,
+    model: Path,
+    epoch: int,
+    adapter: bool = False,
 ) -> ExportReceipt:
     """Export a commit into ``export-<update>/``, through a trainer that is brought to it.
 
@@ -109,7 +133,9 @@ async def export_commit(
     if restorable.initial is None:
         restored = await trainer.restore(str(restorable.folder))
         check_restored(restored, restorable.commit)
-    return await _export(root, trainer, restorable.policy, model, epoch, False, "commit")
+    write = trainer.write_adapter if adapter else trainer.write_snapshot
+    companions = None if adapter else model
+    return await _export(root, write, restorable.policy, companions, epoch, False, "commit")
 
 
 def read_receipt(folder: Path) -> ExportReceipt | None:
@@ -123,9 +149,9 @@ def read_receipt(folder: Path) -> ExportReceipt | None:
 
 async def _export(
     root: RunRoot,
-    source: WeightSource,
+    write: Callable[[str], Awaitable[Written]],
     policy: PolicyId,
-    model: Path,
+    model: Path | None,
     epoch: int,
     final: bool,
     kind: Literal["trainer", "commit"],
@@ -135,7 +161,7 @@ async def _export(
     try:
         with atomic.disk_full_as_error(to):
             await anyio.to_thread.run_sync(_begin, staging)
-            written = await source.write_snapshot(str(staging))
+            written = await write(str(staging))
             describe = partial(
                 ExportReceipt,
                 policy=str(policy),
@@ -173,13 +199,14 @@ def _finish(
     staging: Path,
     to: Path,
     written: Written,
-    companions: Path,
+    companions: Path | None,
     describe: Callable[[tuple[FileEntry, ...]], ExportReceipt],
 ) -> ExportReceipt:
     """Everything from written weights to the folder under its final name; runs in a thread."""
     tensors = stored_tensors(staging)
     _check_equal(checksums_of(tensors), written, staging)
-    _copy_companions(companions, staging, {tensor.dtype for tensor in tensors})
+    if companions is not None:
+        _copy_companions(companions, staging, {tensor.dtype for tensor in tensors})
     receipt = describe(seal([(p.name, p) for p in sorted(staging.iterdir())]))
     text = receipt.model_dump_json(indent=1).encode() + b"\n"
     atomic.write_bytes(staging / RECEIPT, text, durable=True)

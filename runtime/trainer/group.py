@@ -146,6 +146,10 @@ class TrainerGroup:
         """See TrainerHandle."""
         return (await self._step("write_snapshot", folder))[0]
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return (await self._step("write_adapter", folder))[0]
+
     # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
 
     async def describe(self) -> Description:

@@ -45,6 +45,14 @@ class TrainerHandle(Protocol):
         """Write the current weights as safetensors into ``folder``."""
         ...
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """Write the adapters alone into ``folder``, in peft's format.
+
+        Raises:
+            ConfigError: if the trainer has none.
+        """
+        ...
+
     async def stage(self) -> Items[StagedState]:
         """Copy the state of all ranks to host memory; one entry per rank, by rank."""
         ...

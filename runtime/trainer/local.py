@@ -69,6 +69,10 @@ class LocalGroup:
         """See TrainerHandle."""
         return await self._step("write_snapshot", folder)
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return await self._step("write_adapter", folder)
+
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""
         return [await self._step("stage")]

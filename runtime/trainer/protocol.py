@@ -103,7 +103,8 @@ class TrainMetrics:
     When log-probs were measured: kl_train_behaviour, tis/ess, and tis/clip_share with TIS on.
     When some response is wholly of the current policy: agreement/ with gap_mean, gap_p99, gap_max,
     tokens, responses. When some response is mixed: refresh/prefix_ and refresh/latest_ with
-    gap_mean, clip_share, tokens. With a reference: kl_loss. When asked for: entropy.
+    gap_mean, clip_share, tokens. With a reference: kl_loss. With a teacher: teacher_kl. When asked
+    for: entropy.
     """
 
 

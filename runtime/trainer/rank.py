@@ -18,7 +18,12 @@ import torch
 
 from runtime.errors import FencedError, PublicationFailed
 from runtime.publication.sender import BroadcastSender
-from runtime.publication.snapshot import WrittenSnapshot, join_export, write_snapshot
+from runtime.publication.snapshot import (
+    WeightExport,
+    WrittenSnapshot,
+    join_export,
+    write_snapshot,
+)
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
@@ -110,7 +115,9 @@ class RankServer:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "write_snapshot":
-            return self._write_snapshot(*args)
+            return self._write_snapshot(self.backend, *args)
+        if method == "write_adapter":
+            return self._write_adapter(*args)
         if method in _SENDING:
             return self._send(method, *args)
         return getattr(self.backend, method)(*args, **kwargs)
@@ -134,13 +141,21 @@ class RankServer:
         """Leave the broadcast group, also while a bucket is being sent."""
         self._sender.abort()
 
-    def _write_snapshot(self, folder: str) -> WrittenSnapshot | None:
+    def _write_snapshot(self, weights: WeightExport, folder: str) -> WrittenSnapshot | None:
         """Rank 0 writes the weights, the others take part; None from those."""
         if self._ranks.rank:
-            join_export(self.backend)
+            join_export(weights)
             return None
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return write_snapshot(self.backend, folder)
+        return write_snapshot(weights, folder)
+
+    def _write_adapter(self, folder: str) -> WrittenSnapshot | None:
+        """The same of the adapters alone, as a folder that peft reads."""
+        adapter = self.backend.adapter
+        written = self._write_snapshot(adapter, folder)
+        if written is not None:
+            adapter.finish(Path(folder))
+        return written
 
     def _once(self, lane: _Lane, operation: Operation, do: Callable[[], T]) -> T:
         if operation.epoch != self._epoch:

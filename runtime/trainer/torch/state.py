@@ -13,6 +13,7 @@ pickled.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -65,6 +66,9 @@ class RankRecord(BaseModel):
     optimizer_steps: int
     skipped_steps: int
     slices: dict[str, RowSlice]
+    base_digest: str | None = None
+    """Of the frozen base, where only adapters are stored; said by rank 0. None: all weights are
+    stored, or another rank says it."""
 
 
 @dataclass(slots=True)
@@ -214,6 +218,15 @@ class StoredState:
             raise PartialWrite(f"{path} cannot be read: {exc}") from exc
         self._files[record.rank] = file
         return file
+
+
+def base_digest(model: Path) -> str:
+    """SHA-256 over the weight files of an HF folder, in the order of their names."""
+    sha = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()
 
 
 def _read_records(folder: Path) -> list[RankRecord]:
