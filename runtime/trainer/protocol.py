@@ -110,11 +110,13 @@ class TrainMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedState:
-    """A host copy of a rank's state, ready to be written while training goes on."""
+    """A host copy of a rank's state, made and written while training goes on."""
 
     token: str
     bytes: int
     stall_s: float
+    """Of the call. The next optimizer step waits for what is not copied then, and says how long:
+    ``elapsed_s/staging_wait``."""
 
 
 class TrainerBackend(Protocol):
@@ -149,8 +151,10 @@ class TrainerBackend(Protocol):
         """Copy model, optimizer, scheduler, RNG, update counter and digest to host memory."""
         ...
 
-    def write_staged(self, token: str, folder: str) -> list[str]:
-        """Write a staged copy as this rank's files into ``folder``; fsync them; return their names.
+    def write_staged(self, token: str, folder: str) -> dict[str, str]:
+        """Write a staged copy as this rank's files into ``folder``; fsync them.
+
+        Returns the SHA-256 of each file by its name.
 
         Runs in a thread beside ``train_step``. Frees the copy.
         """

@@ -115,7 +115,7 @@ class RankServer:
         self._ranks.enter_device()  # a thread begins with the first GPU
         return self._once(self._steps, operation, lambda: self._call(method, *args, **kwargs))
 
-    def write_staged(self, operation: Operation, token: str, folder: str) -> list[str]:
+    def write_staged(self, operation: Operation, token: str, folder: str) -> dict[str, str]:
         """Write a staged copy, beside whatever ``step`` does."""
         return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
 

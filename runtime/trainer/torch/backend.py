@@ -23,17 +23,10 @@ from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.record import KINDS, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
 from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
-from runtime.trainer.torch.state import (
-    KINDS,
-    RNG_CPU,
-    RNG_CUDA,
-    RankRecord,
-    RowSlice,
-    Staging,
-    StoredState,
-    base_digest,
-)
+from runtime.trainer.torch.staging import Staging
+from runtime.trainer.torch.state import StoredState, base_digest
 from runtime.trainer.torch.update import Machinery, Update
 from runtime.trainer.torch.weights import Weights
 
@@ -87,6 +80,7 @@ class TorchTrainer:
             ),
             reference=self._load_reference(model_path),
             teacher=self._load_teacher(scorer.causal_lm.config.vocab_size),
+            settle=self._staging.settle,
         )
         # One rank's word is enough, and hashing a large base takes a while.
         is_told = lora is not None and self.ranks.rank == 0
@@ -218,7 +212,10 @@ class TorchTrainer:
         return in_buckets(self._ready.weights.full_tensors(), bucket_bytes)
 
     def stage(self) -> StagedState:
-        """Copy model, optimizer, RNG, counters and digest to host memory: the whole stall."""
+        """Begin to copy model, optimizer, RNG, counters and digest to host memory.
+
+        The next optimizer step waits for what is still to be copied then.
+        """
         m = self._ready
         tensors: dict[str, Tensor] = {}
         slices: dict[str, RowSlice] = {}
@@ -255,8 +252,8 @@ class TorchTrainer:
             for kind, part in zip(KINDS, (master, *moments), strict=True):
                 yield f"{kind}/{name}", part, place
 
-    def write_staged(self, token: str, folder: str) -> list[str]:
-        """Write a staged copy as this rank's files, fsynced; their names. Frees the copy."""
+    def write_staged(self, token: str, folder: str) -> dict[str, str]:
+        """Write a staged copy as this rank's files, fsynced; SHA-256 by name. Frees the copy."""
         return self._staging.write(token, Path(folder))
 
     def restore(self, folder: str) -> dict[str, object]:
@@ -269,6 +266,7 @@ class TorchTrainer:
             PartialWrite: if files are missing, damaged, or of another model.
         """
         m = self._ready
+        self._staging.settle()
         stored = StoredState(Path(folder))
         record = stored.records[0]
         if self.ranks.rank == 0 and record.base_digest != self._base_digest:
@@ -292,6 +290,7 @@ class TorchTrainer:
 
     def stop(self) -> None:
         """Leave the process group and free memory. Idempotent."""
+        self._staging.settle()
         self._machinery = None
         self.ranks.leave()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,6 +43,8 @@ class Machinery:
     """None without KL, and where the base under the adapters is the reference."""
     teacher: PackedScorer | None = None
     """None without distillation."""
+    settle: Callable[[], None] = lambda: None
+    """Returns when weights and moments may be changed: they may be being copied for a commit."""
 
 
 class Update:
@@ -138,6 +140,8 @@ class Update:
             if is_first:  # on a GPU the backward pass still runs meanwhile
                 self._check_agreement()
             norm = self._m.optimizer.grad_norm()
+        with self._timed("staging_wait"):
+            self._m.settle()
         with self._timed("optimizer"):
             if not self._loss.has_other_terms:
                 policy_norm = norm
