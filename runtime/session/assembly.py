@@ -139,7 +139,14 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
-                from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
+                from_spec(
+                    spec.core,
+                    spec.rollout,
+                    dtype=spec.model.dtype,
+                    seed=spec.seed,
+                    lora=spec.lora,
+                    teacher=spec.teacher,
+                ),
                 Placement(
                     ranks=ranks,
                     gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
