@@ -31,6 +31,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import CommitRecord
 from runtime.session import deadman
 from runtime.session.books import Books
+from runtime.session.caching import SessionCaches
 from runtime.session.cluster import LocalRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
@@ -72,6 +73,8 @@ class Ground:
     signals: Signals
     tasks: TaskGroup
     """Of the whole session: whatever fails in it ends the session."""
+    caches: SessionCaches | None = None
+    """None where no archive of compiler caches is kept."""
 
 
 @asynccontextmanager
@@ -87,6 +90,9 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     try:
         prepared, trainer = await _prepare_beside(ground, local_ray)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
+        if ground.caches is not None:
+            # Before anything is compiled; the processes know the folder since they started.
+            await ground.caches.restore(Path(prepared.model))
         engines = make_engines(context, prepared, ground.recorder)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)

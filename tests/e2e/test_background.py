@@ -81,7 +81,7 @@ class Lane:
         return subprocess.Popen([*MILEPOST, "run", str(preset), *options], env=self.env)
 
     def final(self) -> EvaluationReceipt | None:
-        (folder,) = self.root.evaluations.glob(f"e*.u{LAST}/holdout") or [None]
+        (folder,) = list(self.root.evaluations.glob(f"e*.u{LAST}/holdout")) or [None]
         return None if folder is None else derive(folder, stands=True)
 
     def started(self, number: int) -> Started:
