@@ -96,6 +96,10 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
             staging.rename(to)
     except (tarfile.TarError, EOFError, pa.ArrowInvalid) as error:
         raise BadArchive(f"{archive.name}: {error}") from error
+    except OSError as error:
+        if error.errno is not None:  # the system's own trouble, not the decompressor's
+            raise
+        raise BadArchive(f"{archive.name}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return num_files
