@@ -71,5 +71,3 @@ def _serving(spec: RunSpec) -> Iterator[_Gap]:
 def _around(spec: RunSpec) -> Iterator[_Gap]:
     if spec.checkpoint.every_seconds is not None:
         yield "checkpoint.every_seconds", spec.checkpoint.every_seconds, "commits by time"
-    if spec.output.compiler_cache is not None:
-        yield "output.compiler_cache", str(spec.output.compiler_cache), "compiler caches"

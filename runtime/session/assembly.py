@@ -33,6 +33,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
 from runtime.session.books import Books
+from runtime.session.caching import SessionCaches
 from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
@@ -79,6 +80,8 @@ class Ground:
     signals: Signals
     tasks: TaskGroup
     """Of the whole session: whatever fails in it ends the session."""
+    caches: SessionCaches | None = None
+    """None where no archive of compiler caches is kept."""
 
 
 @asynccontextmanager
@@ -96,6 +99,9 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         nodes = own_ray.nodes
         ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
+        if ground.caches is not None:
+            # Before anything is compiled; the processes know the folder since they started.
+            await ground.caches.restore(Path(prepared.model))
         engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)

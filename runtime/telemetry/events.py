@@ -141,6 +141,14 @@ class Event(StrEnum):
     EXPORT_FAILED = "export.failed", "No export could be written; the run ends without it."
     EXPORT_FINISHED = "export.finished", "A Hugging Face folder stands, verified."
 
+    # Compiler caches
+    CACHE_RESTORED = "cache.restored", "Compiled kernels came from the archive; files by part."
+    CACHE_PUBLISHED = "cache.published", "What became of each part; the run's result is the same."
+    CACHE_FAILED = (
+        "cache.failed",
+        "Caches could not be restored or published; the run does without.",
+    )
+
     # Telemetry about itself
     ROWS_DROPPED = "rows.dropped", "The disk takes no rows of this file; they are counted."
     ROWS_RESUMED = "rows.resumed", "It takes them again; num_dropped are missing."
