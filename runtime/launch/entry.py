@@ -59,8 +59,8 @@ def take(attempt: AttemptDir, payload: Payload) -> None:
         theirs = atomic.read_bytes(attempt.run) or b"{}"
         named = "; ".join(differences(payload.run, theirs.decode()))
         raise ConfigError(
-            f"attempt {attempt.number} of {attempt.root.path} was claimed by {standing.launcher} on "
-            f"{standing.host} for another run file: {named}"
+            f"attempt {attempt.number} of {attempt.root.path} was claimed by "
+            f"{standing.launcher} for another run file: {named}"
         )
     if not attempt.attempt.exists():
         freeze(attempt, payload.run, payload.plan, payload.order)

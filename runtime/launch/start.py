@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.availability import unavailable
 from configs.load import LoadedRun
-from configs.plan import Plan, make_plan
+from configs.plan import make_plan
 from runtime.errors import UnavailableFeature
 from runtime.launch.attempts import Launch
 from runtime.launch.freezing import expected_counts
