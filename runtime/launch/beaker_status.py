@@ -105,7 +105,7 @@ def _classify(status: Any) -> tuple[AttemptClass, str, str, int]:
     raw = _STATUS_NAMES.get(number, f"status {number}")
     is_over = number in (_CANCELED, _SUCCEEDED, _FAILED) or status.HasField("finalized")
     code = int(status.canceled_code)
-    if status.HasField("canceled") or code:
+    if status.HasField("canceled") or code or number == _CANCELED:
         name, kind = CODES.get(code, (f"code {code}", AttemptClass.CANCELED))
         raw = f"{raw} ({name})" if code else raw
         reason = str(status.canceled_for) or _REASONS.get(code, "")

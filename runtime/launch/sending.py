@@ -25,6 +25,11 @@ def sender_of(
         backend: with credentials of its own; None takes the one that the run file names.
         environ: of this process.
 
+    Args:
+        spec: the run.
+        backend: with credentials of its own; None takes the one that the run file names.
+        environ: of this process.
+
     Raises:
         ConfigError: if the backend's address or image is missing, or an image is named twice.
     """

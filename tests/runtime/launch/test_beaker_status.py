@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-pb2 = pytest.importorskip("beaker.beaker_pb2", reason="pip install -e '.[launch]'")
+pytest.importorskip("beaker", reason="pip install -e '.[launch]'")
+
+from beaker import beaker_pb2 as pb2
 
 from runtime.errors import Interrupted, Preempted, TrainerLost
 from runtime.launch.beaker_status import CODES, standing_of
