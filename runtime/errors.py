@@ -29,6 +29,7 @@ RunError                      base: retry, next_check, detail
 ├─ AttemptError               LAUNCH
 │  ├─ Preempted               LAUNCH
 │  ├─ Interrupted             LAUNCH
+│  ├─ GroupIncomplete         LAUNCH   replicas of the attempt did not find one another
 │  └─ ServiceUnavailable      LAUNCH   a registry, scheduler or cluster did not answer in time
 ├─ StoreError                 SESSION
 │  ├─ DiskFull                SESSION
@@ -250,6 +251,15 @@ class Preempted(AttemptError):
 
 class Interrupted(AttemptError):
     """A node failed or was taken away."""
+
+
+class GroupIncomplete(AttemptError):
+    """Replicas of the attempt did not find one another in time."""
+
+    next_check = (
+        "the group in the scheduler: id, ranks 0..N-1, leader selection, and whether every replica "
+        "started; neither a longer wait nor idle nodes mend a missing group"
+    )
 
 
 class ServiceUnavailable(AttemptError):

@@ -114,9 +114,17 @@ def _ray_of(ground: Ground) -> SessionRay:
     return JoinedRay(
         context.plan.topology,
         address=job_address(),
-        env=owned_environment({}, attempt_dir=context.attempt.path, epoch=context.epoch),
+        env=owned_environment(
+            _code(context), attempt_dir=context.attempt.path, epoch=context.epoch
+        ),
         placement_deadline_s=context.spec.launch.synchronized_start_timeout,
     )
+
+
+def _code(context: Context) -> dict[str, str]:
+    """Where processes on other nodes find the code, if it travelled with the job."""
+    code = context.attempt.code
+    return {"PYTHONPATH": str(code)} if code.is_dir() else {}
 
 
 async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:

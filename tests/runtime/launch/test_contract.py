@@ -168,7 +168,8 @@ def test_one_cpu_node_is_bridged_and_says_nothing_of_protection() -> None:
     loaded = three_node(
         "launch.replicas=1", "launch.gpus_per_replica=0", 'rollout.engine="embedded"',
         'core.backend="torch"', "core.tensor=1", "core.context=1", "core.expert=1",
-        "rollout.tensor=1", "core.max_tokens_per_gpu=20000", 'launch.cluster="ai2/saturn"', 'launch.min_runtime="0s"',
+        "rollout.tensor=1",
+        "core.max_tokens_per_gpu=20000", 'launch.cluster="ai2/saturn"', 'launch.min_runtime="0s"',
     )  # fmt: skip
     document = beaker_document(submission(loaded))
     (task,) = document["tasks"]
