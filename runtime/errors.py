@@ -30,6 +30,7 @@ RunError                      base: retry, next_check, detail
 │  ├─ Preempted               LAUNCH
 │  ├─ Interrupted             LAUNCH
 │  ├─ GroupIncomplete         LAUNCH   replicas of the attempt did not find one another
+│  ├─ PreflightFailed         LAUNCH   the host an attempt got cannot run it
 │  └─ ServiceUnavailable      LAUNCH   a registry, scheduler or cluster did not answer in time
 ├─ StoreError                 SESSION
 │  ├─ DiskFull                SESSION
@@ -260,6 +261,12 @@ class GroupIncomplete(AttemptError):
         "the group in the scheduler: id, ranks 0..N-1, leader selection, and whether every replica "
         "started; neither a longer wait nor idle nodes mend a missing group"
     )
+
+
+class PreflightFailed(AttemptError):
+    """The host that the attempt got cannot run it; another one may."""
+
+    next_check = "what the message names, on that host: nvidia-smi, its interfaces, its image"
 
 
 class ServiceUnavailable(AttemptError):
