@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from configs.load import LoadedRun
 from configs.plan import Plan, make_plan
@@ -133,7 +134,7 @@ def submission_of(
         env=dict(spec.launch.env),
         lease_s=lease_for(root, is_remote=True),
         expected=expected_counts(spec, plan),
-        ray="job" if claim.launcher in ("ray", "kuberay") else "own",
+        ray=_ray_of(claim.launcher, spec.launch.replicas),
         reason=reason,
     )
     payload = Payload(
@@ -145,6 +146,12 @@ def submission_of(
         claim=claim,
     )
     return Submission(spec=spec, plan=plan, payload=payload, image=image or spec.launch.image)
+
+
+def _ray_of(backend: str, replicas: int) -> Literal["own", "group", "job"]:
+    if backend in ("ray", "kuberay"):
+        return "job"
+    return "group" if replicas > 1 else "own"
 
 
 def refuse(backend: LaunchBackend, submission: Submission) -> None:

@@ -111,13 +111,23 @@ def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
         return LocalRay(ground.scratch)
-    return JoinedRay(
+    env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
+    deadline_s = context.spec.launch.synchronized_start_timeout
+    if context.order.ray == "job":
+        return JoinedRay(
+            context.plan.topology,
+            address=job_address(),
+            env=env,
+            placement_deadline_s=deadline_s,
+        )
+    return HeadRay(
         context.plan.topology,
-        address=job_address(),
-        env=owned_environment(
-            _code(context), attempt_dir=context.attempt.path, epoch=context.epoch
-        ),
-        placement_deadline_s=context.spec.launch.synchronized_start_timeout,
+        address=os.environ[GROUP_ADDRESS],
+        env=env,
+        placement_deadline_s=deadline_s,
+        attempt=context.attempt,
+        epoch=context.epoch,
+        scratch=ground.scratch,
     )
 
 

@@ -1,7 +1,7 @@
 """A Beaker server made from the client package's own stubs: real gRPC over TLS, real REST.
 
 It keeps of the real one: the wire, tokens on every call, one experiment per name (409), jobs
-listed by task, answers in the package's own messages. It schedules nothing: tests say what happened.
+listed by task, answers in the package's own messages. It schedules nothing: tests say what came.
 """
 
 from __future__ import annotations
