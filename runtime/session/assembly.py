@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
@@ -33,6 +35,7 @@ from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.headed import HeadRay
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
 from runtime.session.nodes import Nodes
