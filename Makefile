@@ -15,7 +15,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,launch,dev]'
 	touch $(STAMP)
 
 run: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
 from runtime.evaluation.snapshots import pinned_policies
+from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
@@ -38,6 +40,7 @@ from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.headed import HeadRay
 from runtime.session.holding import ServingHold
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
@@ -124,12 +127,30 @@ def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
         return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
-    return JoinedRay(
+    env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
+    deadline_s = context.spec.launch.synchronized_start_timeout
+    if context.order.ray == "job":
+        return JoinedRay(
+            context.plan.topology,
+            address=job_address(),
+            env=env,
+            placement_deadline_s=deadline_s,
+        )
+    return HeadRay(
         context.plan.topology,
-        address=job_address(),
-        env=owned_environment({}, attempt_dir=context.attempt.path, epoch=context.epoch),
-        placement_deadline_s=context.spec.launch.synchronized_start_timeout,
+        address=os.environ[GROUP_ADDRESS],
+        env=env,
+        placement_deadline_s=deadline_s,
+        attempt=context.attempt,
+        epoch=context.epoch,
+        scratch=ground.scratch,
     )
+
+
+def _code(context: Context) -> dict[str, str]:
+    """Where processes on other nodes find the code, if it travelled with the job."""
+    code = context.attempt.code
+    return {"PYTHONPATH": str(code)} if code.is_dir() else {}
 
 
 async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:

@@ -83,7 +83,7 @@ async def _run(context: Context) -> Outcome:
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
     folder = cluster.scratch_folder(context.run_key, context.epoch)
-    if context.order.ray == "own":
+    if context.order.ray != "job":
         cluster.set_environment(folder)
     else:
         cluster.keep_job_environment()
