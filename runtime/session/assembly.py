@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
 from runtime.evaluation.snapshots import pinned_policies
+from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
@@ -33,10 +35,12 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
 from runtime.session.books import Books
+from runtime.session.caching import SessionCaches
 from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.headed import HeadRay
 from runtime.session.holding import ServingHold
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
@@ -79,6 +83,8 @@ class Ground:
     signals: Signals
     tasks: TaskGroup
     """Of the whole session: whatever fails in it ends the session."""
+    caches: SessionCaches | None = None
+    """None where no archive of compiler caches is kept."""
 
 
 @asynccontextmanager
@@ -96,7 +102,10 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         nodes = own_ray.nodes
         ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder, nodes)
+        if ground.caches is not None:
+            # Before anything is compiled; the processes know the folder since they started.
+            await ground.caches.restore(Path(prepared.model))
+        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
             async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
@@ -118,12 +127,30 @@ def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
         return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
-    return JoinedRay(
+    env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
+    deadline_s = context.spec.launch.synchronized_start_timeout
+    if context.order.ray == "job":
+        return JoinedRay(
+            context.plan.topology,
+            address=job_address(),
+            env=env,
+            placement_deadline_s=deadline_s,
+        )
+    return HeadRay(
         context.plan.topology,
-        address=job_address(),
-        env=owned_environment({}, attempt_dir=context.attempt.path, epoch=context.epoch),
-        placement_deadline_s=context.spec.launch.synchronized_start_timeout,
+        address=os.environ[GROUP_ADDRESS],
+        env=env,
+        placement_deadline_s=deadline_s,
+        attempt=context.attempt,
+        epoch=context.epoch,
+        scratch=ground.scratch,
     )
+
+
+def _code(context: Context) -> dict[str, str]:
+    """Where processes on other nodes find the code, if it travelled with the job."""
+    code = context.attempt.code
+    return {"PYTHONPATH": str(code)} if code.is_dir() else {}
 
 
 async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:
@@ -139,7 +166,14 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
-                from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
+                from_spec(
+                    spec.core,
+                    spec.rollout,
+                    dtype=spec.model.dtype,
+                    seed=spec.seed,
+                    lora=spec.lora,
+                    teacher=spec.teacher,
+                ),
                 Placement(
                     ranks=ranks,
                     gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,

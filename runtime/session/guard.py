@@ -129,6 +129,7 @@ class Guard:
             # The last guard may have died between the end record and its last view.
             view = workflow.current(self._root, records, now=self._clock.time())
             self._write_view(view, before.epoch)
+            atomic.sweep(self._root.path)
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
@@ -298,6 +299,8 @@ class Guard:
             self._say(f"reaped {role}, pid {pid}", 0)
         for pid, role in reaped.remaining:
             self._say(f"{role}, pid {pid}, does not die: its host needs a look", 0)
+        # Half files of whoever died while writing; nobody reads them, and nobody else deletes them.
+        atomic.sweep(self._root.path)
 
     # -- the end --------------------------------------------------------------------------------
 
