@@ -24,7 +24,7 @@ from runtime.publication.limits import PublicationLimits
 from runtime.publication.pausing import PublicationMode, RefreshPause
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.stage_log import StageEvent, StageLog, log_stage
-from runtime.publication.swap import Drain, Kill, Swap, SwapParts
+from runtime.publication.swap import Decided, Drain, Kill, Swap, SwapParts
 from runtime.telemetry.events import Event
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
@@ -97,6 +97,7 @@ class Publisher:
         drain: Drain | None = None,
         rest: Rest | None = None,
         verified: Verified | None = None,
+        decided: Decided | None = None,
     ) -> Decision:
         """Make ``policy`` the published one on every target that can be verified.
 
@@ -113,6 +114,8 @@ class Publisher:
             rest: needed in ``rolling`` mode: gives an engine no new work, and returns when it has
                 none left or its time for that is up.
             verified: told in ``rolling`` mode of each engine that serves the new policy.
+            decided: told before anything resumes, so that no request goes to new weights with an
+                old policy as its salt.
 
         Raises:
             PublicationFailed: if no target was verified, or one that was not could not be ended.
@@ -131,7 +134,7 @@ class Publisher:
             log = StageLog(policy, self._clock, self._stage_log)
             swap = Swap(self._parts, log, policy, targets, mode)
             stages = (
-                self._publish(swap, drain)
+                self._publish(swap, drain, decided)
                 if rest is None or mode != "rolling"
                 else self._roll(swap, rest, verified)
             )
@@ -189,7 +192,7 @@ class Publisher:
             self._snapshot = None
             await self._transport.close()
 
-    async def _publish(self, swap: Swap, drain: Drain | None) -> None:
+    async def _publish(self, swap: Swap, drain: Drain | None, decided: Decided | None) -> None:
         await swap.prepare()
         if drain is not None and not self._is_halted:
             # Halted engines stand paused: what they hold cannot end before the retry.
@@ -203,6 +206,8 @@ class Publisher:
         previous, self._snapshot = self._snapshot, swap.snapshot
         self._published = swap.policy
         self._is_halted = False
+        if decided is not None:
+            decided(swap.policy, swap.verified)
         await swap.resume()
         await self._kill_unresumed(swap)
         if previous is not None and previous.policy != swap.policy:

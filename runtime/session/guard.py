@@ -39,6 +39,7 @@ from runtime.rundir.records import Activity, EndRecord, EpochRecord
 from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
+from runtime.session.filling import fill_empty_root
 from runtime.session.outcome import KilledBy, judge
 from runtime.session.scratch import remove_scratch, run_key
 from runtime.session.succession import Choice, Choose, newest_valid, reason
@@ -364,7 +365,8 @@ class Guard:
 
 def main(argv: Sequence[str]) -> int:
     """Run the guard of one attempt; SIGTERM and SIGINT ask its session to end."""
-    guard = Guard(AttemptDir(Path(argv[1]).absolute()))
+    attempt = AttemptDir(Path(argv[1]).absolute())
+    guard = Guard(attempt)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         guard.terminate()
@@ -372,6 +374,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fill_empty_root(attempt)
     return guard.run()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -75,12 +75,13 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    decided=self._serve,
                 )
             except Exception:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
-                # The monitor was paused: the retry would meet an engine that has died meanwhile,
-                # and its tries are over before the next look.
-                await self.monitor.bury_exited()
+                # The monitor was paused: the retry would meet an engine that has died or hangs
+                # since, and its tries are over before the next look or round.
+                await self.monitor.bury_lost()
                 raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
@@ -88,8 +89,6 @@ class Publishing:
             finally:
                 self.monitor.resume()
             self._trainer_at = policy
-            self.pool.serve(policy)
-            self._mark(decision)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -172,6 +171,11 @@ class Publishing:
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
+
+    def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
+        self.pool.serve(policy)
+        for target in verified:
+            self.pool.mark_verified(target.slot, target.incarnation, policy)
 
     def _mark(self, decision: Decision) -> None:
         policy = PolicyId.parse(decision.policy)

@@ -55,9 +55,23 @@ class Engines:
 
 
 def make_engines(
-    context: Context, prepared: Prepared, recorder: Recorder, nodes: Nodes | None = None
+    context: Context,
+    prepared: Prepared,
+    recorder: Recorder,
+    nodes: Nodes | None = None,
+    *,
+    scratch: Path | None = None,
 ) -> Engines:
-    """Slots of the run file, on their nodes; nothing is started yet."""
+    """Slots of the run file, on their nodes; nothing is started yet.
+
+    Args:
+        context: of the session.
+        prepared: the model to serve.
+        recorder: hears what becomes of engines and gate.
+        nodes: of the attempt; None: this host.
+        scratch: a short folder on local disk for what a server keeps while it lives; None: the
+            temporary folder.
+    """
     nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
     # On one host the ports stay on loopback; the token keeps everybody else out all the same.
@@ -77,10 +91,12 @@ def make_engines(
                 log_path=context.attempt.path / f"engine-{slot}.log",
                 threads=context.threads,
                 host=nodes.address(nodes.engine_node(slot)),
+                scratch=scratch,
             ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=stretched("readiness", 300.0),
+            # The owner's own deadline comes first: it knows the server's last words.
+            start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
             options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
@@ -211,7 +227,8 @@ def make_producer(
         pool=engines.pool,
         gate=engines.gate,
         function=SingleTurn(decode=load_decoder(Path(decode_folder))),
-        judge=verifiers,
+        # Without a verifier there is nobody to ask: only a teacher tells (OPD).
+        judge=verifiers if _has_rewards(spec) else None,
         budget=SkipBudget(
             spec.reward.skip_budget,
             len(stores[""]) * spec.data.epochs,
@@ -223,6 +240,10 @@ def make_producer(
     return Producer(
         settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock
     )
+
+
+def _has_rewards(spec: RunSpec) -> bool:
+    return spec.reward.verifier is not None or spec.data.verifier_field is not None
 
 
 def make_evaluator(

@@ -41,7 +41,7 @@ MUTANTS = (
         edits=(
             (
                 "runtime/checkpoints/commit.py",
-                "        files = seal([(name, folder / name) for name in sorted(names)])\n",
+                "        files = seal([(name, folder / name) for name in sorted(names)], names)\n",
                 (
                     "        from runtime.checkpoints.files import digest\n\n"
                     "        files = tuple(\n"

@@ -30,6 +30,7 @@ def routes() -> list[web.RouteDef]:
         ("/model_info", model_info),
         ("/get_model_info", model_info),
         ("/v1/loads", loads),
+        ("/milepost", milepost),
         ("/flush_cache", flush_cache),
     ]
     posts = [
@@ -141,6 +142,18 @@ async def model_info(http: web.Request) -> web.Response:
             "has_audio_understanding": False,
             "model_type": config.model_type,
             "architectures": config.architectures,
+        }
+    )
+
+
+async def milepost(http: web.Request) -> web.Response:
+    """What upstream does not tell and every engine of ours does."""
+    rules = http.app[EngineKey].rules
+    return json_response(
+        {
+            "contract": 1,
+            "vocab_size": rules.vocab_size,
+            "context_length": rules.context_length,
         }
     )
 

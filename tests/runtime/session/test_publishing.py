@@ -44,7 +44,9 @@ class Publisher:
         self.calls["publish"] += 1
         if drain := options.get("drain"):
             await drain()
-        return self._decide(policy, targets)
+        decision = self._decide(policy, targets)
+        options["decided"](policy, targets)
+        return decision
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
@@ -74,7 +76,7 @@ class Monitor:
         self.exited: list[int] = []
         self.bury: Callable[[int], None] = lambda _slot: None
 
-    async def bury_exited(self) -> list[int]:
+    async def bury_lost(self) -> list[int]:
         buried, self.exited = self.exited, []
         for slot in buried:
             self.bury(slot)
