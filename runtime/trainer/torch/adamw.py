@@ -166,7 +166,7 @@ def adamw_(
     """
     if not norm.isfinite().all():
         return torch.zeros(1)
-    grad_N = grad_N * _clip_factor(norm, max_norm)
+    grad_N = grad_N.float() * _clip_factor(norm, max_norm)
     exp_avg_N.lerp_(grad_N, 1.0 - betas[0])
     exp_avg_sq_N.mul_(betas[1]).addcmul_(grad_N, grad_N, value=1.0 - betas[1])
     old_N = master_N.clone()

@@ -124,7 +124,7 @@ def _adamw(
     is_finite = length - length == 0.0
     grad_factor = tl.where(length > max_norm, max_norm / (length + 1.0e-6), 1.0)
     inside = inside & is_finite
-    g = tl.load(grad + at, mask=inside, other=0.0) * grad_factor
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * grad_factor
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
     old = tl.load(master + at, mask=inside, other=0.0)
@@ -251,7 +251,7 @@ def adamw_(
         master_N: see above.
         exp_avg_N: see above.
         exp_avg_sq_N: see above.
-        grad_N: before clipping.
+        grad_N: before clipping; of any dtype.
         norm: float32 [1] length of the whole gradient, on the same device: read there, so that the
             host need not wait for it. Not finite: nothing is changed.
         max_norm: gradients are clipped to it.

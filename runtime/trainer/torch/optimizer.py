@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.utils import get_total_norm
 
 from runtime.trainer.settings import OptimizerSettings
@@ -78,7 +79,7 @@ class Optimizer:
         if gradient is None:
             self._weights.drop_gradients()
             return 0.0
-        norm = get_total_norm([gradient]).float().reshape(1)
+        norm = vector_norm(gradient, dtype=torch.float32).reshape(1)
         told, arrived = norm, None
         if norm.is_cuda:
             told = norm.to("cpu", non_blocking=True)
@@ -123,5 +124,7 @@ def global_norm(parts: Sequence[Tensor], ranks: Ranks) -> float:
     """L2 norm of tensors of which every rank holds its part (alone: all); 0.0 without any."""
     square = torch.zeros((), dtype=torch.float64)
     if parts:
-        square += get_total_norm(list(parts)).double().square().cpu()
+        in_fp32 = all(part.dtype == torch.float32 for part in parts)
+        norms = list(parts) if in_fp32 else [vector_norm(p, dtype=torch.float32) for p in parts]
+        square += get_total_norm(norms).double().square().cpu()
     return math.sqrt(ranks.add_up_on_cpu(square).item())

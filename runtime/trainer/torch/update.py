@@ -201,9 +201,11 @@ class Update:
             self._flat.active_per_sequence()[chosen],
             max_response_tokens=self._loss.max_response_tokens,
         )
+        bins = self._m.packer.bins(self._batch.sequences, chosen)
+        self._m.weights.expect(num_rows=len(bins))
         rows = [
             self._run_row(row, weight_S * counts, counts, policy_only)
-            for row, counts in self._m.packer.rows(self._batch.sequences, chosen)
+            for row, counts in self._m.packer.packed(bins, self._batch.sequences, chosen)
         ]
         # Only now: until here the host ran ahead, packing one row while the one before it ran.
         total = torch.zeros(len(SUMS), dtype=torch.float64)
