@@ -71,8 +71,6 @@ def _serving(spec: RunSpec) -> Iterator[_Gap]:
 
 
 def _around(spec: RunSpec) -> Iterator[_Gap]:
-    if spec.evaluation.mode == "background":
-        yield "evaluation.mode", spec.evaluation.mode, "background evaluation"
     if spec.checkpoint.every_seconds is not None:
         yield "checkpoint.every_seconds", spec.checkpoint.every_seconds, "commits by time"
     if spec.checkpoint.upload is not None:

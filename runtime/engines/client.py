@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 import orjson
 
 from runtime.engines.answers import classify
+from runtime.engines.bucket_body import cuda_body, memory_body
 from runtime.engines.connection import Connection
 from runtime.engines.protocol import (
     EngineInfo,
@@ -20,7 +21,9 @@ from runtime.engines.protocol import (
     Generation,
     PauseMode,
     TensorSpec,
+    WeightDigest,
 )
+from runtime.engines.shared import SharedBucket
 from runtime.engines.wire import generate_body, generations
 from runtime.errors import (
     ContractViolation,
@@ -175,6 +178,7 @@ class HttpEngineClient:
                 native_spans=native_spans,
                 takes_salt=takes_salt,
                 update_bracket=await self._has_bracket(),
+                **_weights_of(server),
             )
         return self._info
 
@@ -250,6 +254,29 @@ class HttpEngineClient:
             body["weight_version"] = str(policy)
         await self._update("/update_weights_from_tensor", body)
 
+    async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:
+        """Load one bucket from memory that this machine's processes share.
+
+        Raises:
+            ContractViolation: if the bucket's description does not come out; nothing was sent.
+            EngineRefused: if the engine opens no such memory, the weights do not fit, or ``flush``
+                meets retracted requests.
+        """
+        self._check_flush(flush)
+        info = await self.info()
+        if info.shares != ("memory" if bucket.cuda is None else "cuda"):
+            raise EngineRefused(
+                f"this engine opens {info.shares} memory; the bucket lies in "
+                + ("host memory" if bucket.cuda is None else "device memory"),
+                url=self._url,
+            )
+        body = (
+            memory_body(bucket)
+            if bucket.cuda is None
+            else cuda_body(bucket, num_ranks=info.digest.tensor)
+        )
+        await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
+
     async def begin_update(self) -> None:
         """Open a weight-update session where the engine has one."""
         if (await self.info()).update_bracket:
@@ -275,7 +302,13 @@ class HttpEngineClient:
         await self._update("/init_weights_update_group", body)
 
     async def update_from_distributed(
-        self, specs: Sequence[TensorSpec], *, group: str, policy: PolicyId | None, flush: bool
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        group: str,
+        policy: PolicyId | None,
+        flush: bool,
+        flat: bool = False,
     ) -> None:
         """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer."""
         self._check_flush(flush)
@@ -286,6 +319,8 @@ class HttpEngineClient:
             "group_name": group,
             "flush_cache": flush,
         }
+        if flat:
+            body["load_format"] = "flattened_bucket"
         if policy is not None:
             body["weight_version"] = str(policy)
         await self._update("/update_weights_from_distributed", body)
@@ -311,8 +346,12 @@ class HttpEngineClient:
             "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
         )
         sums: dict[str, str] = {}
-        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
-            sums.update(cast(Mapping[str, str], rank["checksums"]))
+        ranks = cast(list[Mapping[str, Any]], answer.get("ranks") or [])
+        for rank in ranks:
+            # Each tensor-parallel rank holds its shards under the names of whole tensors.
+            where = f"{rank['parallelism_info']['tp_rank']}/" if len(ranks) > 1 else ""
+            found = cast(Mapping[str, str], rank["checksums"])
+            sums.update({f"{where}{name}": checksum for name, checksum in found.items()})
         if not sums:
             raise ContractViolation("the engine told no checksums", url=self._url)
         return sums
@@ -362,6 +401,22 @@ class HttpEngineClient:
         if needs_fields:
             raise ContractViolation(f"{path} did not answer with an object", url=self._url)
         return {}
+
+
+def _weights_of(server: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine's own facts say about its weights, as fields of EngineInfo."""
+    if "tp_size" not in server:
+        return {"shares": "memory" if server.get("opens_shared_memory") else "none"}
+    on_gpu = str(server.get("device", "cuda")).startswith("cuda")
+    return {
+        "digest": WeightDigest(
+            names="fused",
+            tensor=int(server["tp_size"]),
+            hash="mix64" if on_gpu else "sha256",
+        ),
+        "shares": "cuda" if on_gpu else "none",
+        "flat_broadcast": True,
+    }
 
 
 _EMPTY = ("/abort_request", "/flush_cache")

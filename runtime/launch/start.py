@@ -15,7 +15,11 @@ from runtime.rundir.layout import RunRoot
 
 
 def start_run(
-    loaded: LoadedRun, *, reason: str = "start", lost_attempt: int | None = None
+    loaded: LoadedRun,
+    *,
+    reason: str = "start",
+    lost_attempt: int | None = None,
+    lease_s: float | None = None,
 ) -> Launch:
     """Start the run, attach to its live attempt, or find it complete. Idempotent.
 
@@ -23,6 +27,7 @@ def start_run(
         loaded: the run file with its ``--set`` values.
         reason: for the epoch record, when an attempt is started.
         lost_attempt: the attempt that was found lost.
+        lease_s: of a fresh run; None takes what suits its disk.
 
     Raises:
         UnavailableFeature: if the file asks for machinery this version lacks; nothing was started.
@@ -46,4 +51,5 @@ def start_run(
         expected=expected_counts(loaded.spec, plan),
         reason=reason,
         lost_attempt=lost_attempt,
+        lease_s=lease_s,
     )

@@ -22,12 +22,14 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.evaluation.snapshots import pinned_policies
 from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
 from runtime.session.books import Books
@@ -36,17 +38,20 @@ from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
 from runtime.session.headed import HeadRay
+from runtime.session.holding import ServingHold
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
 from runtime.session.nodes import Nodes
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
-from runtime.session.publishing import Publishing
+from runtime.session.publishing import Publishing, publication_limits
 from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
+    drain_deadline_s,
+    make_background_evaluator,
     make_engines,
     make_evaluator,
     make_producer,
@@ -113,7 +118,7 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
 def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
-        return LocalRay(ground.scratch)
+        return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
     env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
     deadline_s = context.spec.launch.synchronized_start_timeout
     if context.order.ray == "job":
@@ -156,6 +161,7 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
                 Placement(
                     ranks=ranks,
+                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
                     host=nodes.address(nodes.trainer_node(0, ranks)),
                     options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
                 ),
@@ -230,7 +236,7 @@ async def _session(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
         for name in await anyio.to_thread.run_sync(
-            partial(retain, context.root, context.epoch, keep=spec.checkpoint.keep)
+            _retain, context.root, context.epoch, spec.checkpoint.keep
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
 
@@ -247,16 +253,17 @@ async def _session(
             transport=transport,
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
+            limits=publication_limits(spec.rollout.drain_deadline),
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
         mode="drain" if spec.core.publication_mode == "drain" else "refresh",
-        drain_deadline_s=spec.rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
     )
-    async with make_verifiers(context, stores) as verifiers:
+    async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(
             context,
             engines,
@@ -267,6 +274,15 @@ async def _session(
             vocab_size=cast(int, facts["vocab_size"]),
             next_collection=update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
+        )
+        books = Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks)
+        background = None
+        if spec.evaluation.mode == "background":
+            background = make_background_evaluator(
+                context, prepared, stores, recorder, source=trainer, tasks=ground.tasks
+            )
+        evaluator = background or make_evaluator(
+            context, engines, prepared, stores, verifiers, recorder
         )
         parts = Parts(
             context=context,
@@ -285,8 +301,9 @@ async def _session(
                 on_committed=committed,
                 parent=None if found is None else found.commit,
                 clock=context.clock,
+                before_record=books.kept,
             ),
-            evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            evaluator=evaluator,
             probe=AgreementProbe(
                 pool=engines.pool,
                 trainer=trainer,
@@ -305,11 +322,12 @@ async def _session(
                 detach_grace_s=spec.launch.detach_grace,
                 signals=ground.signals,
                 view=ground.view,
+                effects=ServingHold(gate=engines.gate, monitor=engines.monitor),
                 clock=context.clock,
             ),
             signals=ground.signals,
             view=ground.view,
-            books=Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks),
+            books=books,
             recorder=recorder,
         )
         session = Session(parts, _rules(context, order, update), update=update)
@@ -319,6 +337,8 @@ async def _session(
             tasks.start_soon(trainer.watch)
             tasks.start_soon(publishing.mend_for_ever)
             tasks.start_soon(session.watch_for_ever)
+            if background is not None:
+                tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
             try:
                 yield session
@@ -336,6 +356,11 @@ def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
     folder = context.root.path / "scratch"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
+    pinned = pinned_policies(root, Chain(root).read())
+    return retain(root, epoch, keep=keep, pinned=pinned)
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

@@ -23,6 +23,7 @@ from runtime.session.nodes import Nodes
 
 _MIB = 1024 * 1024
 _START_DEADLINE_S = 120.0
+_STORE_LOST_S = 10
 _STOP_DEADLINE_S = 30.0
 _SOCKET_PATH_LIMIT = 107
 # What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
@@ -73,6 +74,8 @@ def set_environment(folder: Path) -> None:
         RAY_DISABLE_DOCKER_CPU_WARNING="1",
         RAY_memory_monitor_refresh_ms="0",
         RAY_DEDUP_LOGS="0",
+        # The control store of one node comes back to nobody: its loss is known after this.
+        RAY_gcs_rpc_server_reconnect_timeout_s=str(_STORE_LOST_S),
     )
 
 

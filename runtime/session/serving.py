@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import SecretStr
+from anyio.abc import TaskGroup
 
 from configs.run import RunSpec
 from runtime.data.decoder import load_decoder
@@ -15,15 +15,16 @@ from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
-from runtime.engines.embedded.owner import EmbeddedOwner
-from runtime.engines.embedded.settings import EngineSettings
-from runtime.engines.monitor import HealthMonitor, HealthSettings
+from runtime.engines.factory import engine_owner
+from runtime.engines.monitor import HealthMonitor, health_settings
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
 from runtime.engines.ray_owner import RaySlot
+from runtime.evaluation.background import BackgroundEvaluator
 from runtime.evaluation.evaluator import Evaluator
-from runtime.evaluation.sets import EvaluationSet
-from runtime.evaluation.shared import EvaluationLimits, FrozenSet, SharedRunner
+from runtime.evaluation.opening import Asker, evaluation_limits, frozen_set
+from runtime.evaluation.shared import FrozenSet, SharedRunner
+from runtime.publication.disk import WeightSource
 from runtime.rewards.budget import SkipBudget
 from runtime.rewards.shaping import overlong_penalty
 from runtime.rewards.verifiers import VerifierSpec
@@ -68,7 +69,15 @@ def make_engines(
     pool = EnginePool(spec.rollout.engines, clock=clock)
     runners = {
         slot: RaySlot(
-            owner=_owner(context, prepared, slot, api_key, nodes.address(nodes.engine_node(slot))),
+            owner=engine_owner(
+                spec,
+                model=prepared.model,
+                slot=slot,
+                api_key=api_key,
+                log_path=context.attempt.path / f"engine-{slot}.log",
+                threads=context.threads,
+                host=nodes.address(nodes.engine_node(slot)),
+            ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
             start_deadline_s=stretched("readiness", 300.0),
@@ -76,20 +85,8 @@ def make_engines(
         )
         for slot in range(spec.rollout.engines)
     }
-    health = spec.health
     monitor = HealthMonitor(
-        pool,
-        runners,
-        HealthSettings(
-            enabled=health.enabled,
-            interval_s=health.interval,
-            timeout_s=health.timeout,
-            misses=health.misses,
-            first_wait_s=health.first_wait,
-            restarts_per_hour=health.restarts_per_hour,
-        ),
-        connect=connect,
-        clock=clock,
+        pool, runners, health_settings(spec.health), connect=connect, clock=clock
     )
     gate = AdmissionGate(clock=clock)
     pool.listen(recorder.lifecycle.heard)
@@ -97,34 +94,17 @@ def make_engines(
     return Engines(pool=pool, monitor=monitor, gate=gate)
 
 
-def _owner(
-    context: Context, prepared: Prepared, slot: int, api_key: str, host: str
-) -> EmbeddedOwner:
-    rollout = context.spec.rollout
-    settings = EngineSettings.model_validate(
-        {
-            "model_path": prepared.model,
-            "host": host,
-            "dtype": context.spec.model.dtype,
-            "api_key": SecretStr(api_key),
-            "max_running_requests": rollout.max_running_requests,
-            "waiting_timeout_s": rollout.waiting_deadline,
-            "running_timeout_s": rollout.running_deadline,
-            "seed": context.spec.seed + slot,
-            "torch_threads": context.threads,
-            **rollout.engine_args,
-        }
-    )
-    return EmbeddedOwner(
-        slot=slot,
-        settings=settings,
-        log_path=str(context.attempt.path / f"engine-{slot}.log"),
-    )
+def make_verifiers(
+    spec: RunSpec, run_file: Path, stores: Mapping[str, PromptStore]
+) -> VerifierPool:
+    """Workers for every verifier that the prompts name; an async context manager.
 
-
-def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> VerifierPool:
-    """Workers for every verifier that the prompts name; an async context manager."""
-    reward = context.spec.reward
+    Args:
+        spec: the run file.
+        run_file: where it lies: verifiers by import path are looked for beside it first.
+        stores: the prompts.
+    """
+    reward = spec.reward
     names = sorted({name for store in stores.values() for name in store.facts.verifiers})
     return VerifierPool(
         [
@@ -137,7 +117,7 @@ def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> Verif
         ],
         workers=reward.workers,
         time_limit_s=reward.time_limit,
-        search_paths=[context.plan.run_file.parent],
+        search_paths=[run_file.parent],
     )
 
 
@@ -149,6 +129,11 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     return stores
 
 
+def drain_deadline_s(spec: RunSpec) -> float:
+    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
+    return stretched("drain", spec.rollout.drain_deadline)
+
+
 def sampling_settings(spec: RunSpec) -> SamplingSettings:
     """How training responses are sampled."""
     rollout = spec.rollout
@@ -158,6 +143,7 @@ def sampling_settings(spec: RunSpec) -> SamplingSettings:
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
+        seed=rollout.seed,
     )
 
 
@@ -205,7 +191,7 @@ def make_producer(
         buffer_collections=spec.async_.buffer_collections,
         waiting_deadline_s=rollout.waiting_deadline,
         running_deadline_s=rollout.running_deadline,
-        drain_deadline_s=rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         filter_max_rounds=rollout.filter_max_rounds,
     )
     rule = StopRule(clock)
@@ -249,31 +235,12 @@ def make_evaluator(
 ) -> Evaluator:
     """Evaluation on the shared engines."""
     spec = context.spec
-    frozen: dict[str, FrozenSet] = {}
-    for name, section in spec.evaluation.sets.items():
-        asked = EvaluationSet.from_config(
-            name,
-            section,
-            verifier=spec.reward.verifier or "",
-            max_response_tokens=spec.rollout.max_response_tokens,
-            stop=tuple(spec.rollout.stop),
-        )
-        frozen[name] = FrozenSet(
-            asked=asked,
-            store=stores[name],
-            digest=asked.digest(prompts_fingerprint=prepared.sets[name].fingerprint),
-        )
     runner = SharedRunner(
         pool=engines.pool,
         gate=engines.gate,
         judge=verifiers,
         decode=load_decoder(Path(prepared.tokenizer)),
-        limits=EvaluationLimits(
-            deadline_s=spec.evaluation.deadline,
-            drain_deadline_s=spec.rollout.drain_deadline,
-            call_deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
-            skip_share=spec.reward.skip_budget,
-        ),
+        limits=evaluation_limits(spec),
         clock=context.clock,
         attempt=context.attempt.number,
         epoch=context.epoch,
@@ -281,9 +248,50 @@ def make_evaluator(
     return Evaluator(
         run=spec.name,
         root=context.root,
-        sets=frozen,
+        sets=_frozen_sets(spec, prepared, stores),
         runner=runner,
         metrics=recorder.metrics,
         lifecycle=recorder.lifecycle,
         clock=context.clock,
     )
+
+
+def make_background_evaluator(
+    context: Context,
+    prepared: Prepared,
+    stores: Mapping[str, PromptStore],
+    recorder: Recorder,
+    *,
+    source: WeightSource,
+    tasks: TaskGroup,
+) -> BackgroundEvaluator:
+    """Evaluation by others, from snapshots of the trainer's weights."""
+    spec = context.spec
+    return BackgroundEvaluator(
+        root=context.root,
+        sets=_frozen_sets(spec, prepared, stores),
+        asker=Asker(
+            run=spec.name,
+            attempt=context.attempt.number,
+            epoch=context.epoch,
+            clock=context.clock,
+        ),
+        source=source,
+        model=Path(prepared.model),
+        overflow=spec.evaluation.overflow,
+        tasks=tasks,
+        metrics=recorder.metrics,
+        lifecycle=recorder.lifecycle,
+        clock=context.clock,
+    )
+
+
+def _frozen_sets(
+    spec: RunSpec, prepared: Prepared, stores: Mapping[str, PromptStore]
+) -> dict[str, FrozenSet]:
+    return {
+        name: frozen_set(
+            spec, name, store=stores[name], fingerprint=prepared.sets[name].fingerprint
+        )
+        for name in spec.evaluation.sets
+    }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.publication.protocol import ONLY_HF
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class TrainerHandle(Protocol):
         """HF names, dtypes and shapes in export order."""
         ...
 
-    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+    async def write_snapshot(
+        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+    ) -> WrittenSnapshot:
         """Write the current weights as safetensors into ``folder``."""
         ...
 

@@ -12,11 +12,13 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.publication.protocol import ONLY_HF
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
+    from runtime.publication.sharing import SharedWeights
     from runtime.publication.snapshot import WrittenSnapshot
 
 
@@ -65,9 +67,17 @@ class LocalGroup:
         """See TrainerHandle."""
         return await self._step("weight_specs")
 
-    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+    async def write_snapshot(
+        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+    ) -> WrittenSnapshot:
         """See TrainerHandle."""
-        return await self._step("write_snapshot", folder)
+        return await self._step("write_snapshot", folder, kinds)
+
+    async def share_weights(
+        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+    ) -> SharedWeights:
+        """Pack the current weights for engines of this machine (``publication.ipc``)."""
+        return await self._step("share_weights", place, folder, kinds)
 
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""

@@ -20,7 +20,7 @@ from runtime.policy import PolicyId
 from runtime.publication.decision import read_decisions
 from runtime.publication.disk import DiskTransport
 from runtime.publication.limits import PublicationLimits
-from runtime.publication.protocol import Snapshot
+from runtime.publication.protocol import HF_SHA256, Snapshot
 from runtime.publication.transaction import Publisher
 from runtime.publication.verification import check_held
 from tests.runtime.publication.tiny_engines import (
@@ -215,6 +215,24 @@ def test_an_engine_that_cannot_be_ended_keeps_all_others_paused(house):
     anyio.run(main)
 
 
+def test_an_engine_that_neither_resumes_nor_dies_undoes_no_decision(house):
+    async def main():
+        home = house(2)
+        await home.publish(P1)
+        home.faults.plan[1, "resume"] = "refuse"
+        home.kill_error = RuntimeError("actor is stuck")
+        decision = await home.publish(P2)
+        assert home.publisher.published == P2
+        assert not home.publisher.is_halted
+        assert home.serves(home.engines[0], P2)
+        assert [v.slot for v in decision.verified] == [0]
+        (failed,) = decision.failed
+        assert (failed.slot, failed.stage, failed.killed) == (1, "resume", False)
+        assert [d.outcome for d in read_decisions(home.record_path)] == ["published"] * 2
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("error", [DiskFull("no space"), TrainerLost("rank 0 is gone")])
 def test_trouble_on_the_trainers_side_before_the_pause_touches_no_engine(house, error):
     async def main():
@@ -222,7 +240,7 @@ def test_trouble_on_the_trainers_side_before_the_pause_touches_no_engine(house, 
         await home.publish(P1)
         right = home.trainer.write_snapshot
 
-        async def broken(folder: str):
+        async def broken(folder: str, kinds):
             raise error
 
         home.trainer.write_snapshot = broken
@@ -437,7 +455,9 @@ held = st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["1", "2"]))
 
 @given(left=held.filter(bool), on_engine=held)
 def test_only_the_very_same_tensors_are_verified(left, on_engine):
-    snapshot = Snapshot(policy=P1, num_tensors=len(left), num_bytes=1, checksums=left, path=None)
+    snapshot = Snapshot(
+        policy=P1, num_tensors=len(left), num_bytes=1, digests={HF_SHA256: left}, path=None
+    )
     if left == on_engine:
         check_held(snapshot, on_engine)
     else:
