@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test test-outage test-evaluations check fmt
+.PHONY: venv run test test-cluster test-outage test-evaluations check fmt
 
 venv: $(STAMP)
 
@@ -21,6 +21,9 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-cluster: $(STAMP)
+	$(BIN)/python -m pytest -m cluster tests/e2e/test_ray_cluster.py
 
 test-outage: $(STAMP)
 	$(BIN)/python -m pytest -m outage

@@ -116,7 +116,7 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=may_ask_again,
 )
-def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
+def watch(run: Run, attempt: int) -> Watched:
     """The attempt is over, and it is decided what follows.
 
     One whose hardware was taken away ends this task as failed, as what it was: the flow goes on
@@ -135,7 +135,7 @@ def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
         if decision.what != "wait":
             _show_standing(run, attempt, standing)
             return Watched(attempt=attempt, standing=standing, decision=decision)
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
 
 
 @task(name="wait", task_run_name="wait {delay_s:g} s before another attempt")

@@ -276,8 +276,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
         (('checkpoint.upload = "s3://b/p"',), "checkpoint.upload"),
         (("output.compiler_cache = 'c'",), "output.compiler_cache"),
-        (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "launch.backend"),
-        (('launch.auto_resume = "scheduler"',), "launch.auto_resume"),
         (("launch.gpus_per_replica = 2",), "launch.gpus_per_replica"),
         (('reward.code.url = "http://x"',), "reward.code"),
         (("reward.judge = { url = 'http://x' }",), "reward.judge"),
