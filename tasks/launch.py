@@ -17,8 +17,9 @@ from prefect.logging import get_run_logger
 
 from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
-from runtime.errors import Interrupted, Preempted, RetryBy, RunError
+from runtime.errors import RetryBy, RunError
 from runtime.launch.attempts import Launch
+from runtime.launch.driving import ending
 from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import canonical_json
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
@@ -146,14 +147,7 @@ def back_off(delay_s: float) -> None:
 
 def failed(watched: Watched) -> RunError:
     """The error a flow ends with when no attempt follows."""
-    standing = watched.standing
-    message = f"attempt {watched.attempt}: {standing.kind} ({standing.raw}) {standing.reason}; "
-    message += watched.decision.why
-    if standing.kind is AttemptClass.PREEMPTED:
-        return Preempted(message)
-    if standing.kind is AttemptClass.INTERRUPTED:
-        return Interrupted(message)
-    return RunError(message)
+    return ending(watched.attempt, watched.standing, watched.decision)
 
 
 def _show_document(run: Run, attempt: int) -> None:
