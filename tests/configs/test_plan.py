@@ -278,8 +278,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
         (('core.publication_mode = "rolling"',), "core.publication_mode"),
         (('core.publication_transport = "ipc"',), "core.publication_transport"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
-        (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "launch.backend"),
-        (('launch.auto_resume = "scheduler"',), "launch.auto_resume"),
         (("launch.gpus_per_replica = 2",), "launch.gpus_per_replica"),
         (('reward.code.url = "http://x"',), "reward.code"),
         (("reward.judge = { url = 'http://x' }",), "reward.judge"),
