@@ -39,7 +39,14 @@ def test_every_preset_plans_anywhere(path: Path) -> None:
 def test_presets_are_what_their_hardware_is_called() -> None:
     plans = {path.stem: make_plan(load_run(path)) for path in PRESETS}
     gpus = {name: plan.topology.total_gpus for name, plan in plans.items()}
-    assert gpus == {"laptop": 0, "laptop-sglang": 0, "dev": 2, "node": 8, "three-node": 24}
+    assert gpus == {
+        "laptop": 0,
+        "laptop-sglang": 0,
+        "one-gpu": 1,
+        "dev": 2,
+        "node": 8,
+        "three-node": 24,
+    }
     protected = {name: plan.spec["launch"]["min_runtime"] for name, plan in plans.items()}
     assert {name: value for name, value in protected.items() if value} == {
         "dev": 3600,

@@ -118,6 +118,18 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "an engine sees its own only",
     ),
     (
+        "a shared GPU without a split",
+        (*GPUS, 'rollout.engine = "sglang"', "rollout.colocated = true"),
+        "rollout.colocated",
+        "mem_fraction_static",
+    ),
+    (
+        "sleep beside nobody",
+        ('rollout.engine = "sglang"', "rollout.sleep = true"),
+        "rollout.sleep",
+        "memory to give back",
+    ),
+    (
         "a key of one's own",
         ("rollout.engine_args = { api_key = 'k' }",),
         "rollout.engine_args.api_key",
@@ -343,7 +355,7 @@ def test_protection_with_commits_and_resumption_is_no_warning(load: Load) -> Non
 def test_presets_break_no_rule() -> None:
     presets = sorted(Path("configs/presets").glob("*.toml"))
     assert [path.stem for path in presets] == [
-        "dev", "laptop-sglang", "laptop", "node", "three-node",
+        "dev", "laptop-sglang", "laptop", "node", "one-gpu", "three-node",
     ]  # fmt: skip
     for path in presets:
         assert load_run(path).warnings == (), path
