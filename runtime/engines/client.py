@@ -21,7 +21,6 @@ from runtime.engines.protocol import (
     Generation,
     PauseMode,
     TensorSpec,
-    WeightDigest,
 )
 from runtime.engines.shared import SharedBucket
 from runtime.engines.wire import generate_body, generations
@@ -178,7 +177,7 @@ class HttpEngineClient:
                 native_spans=native_spans,
                 takes_salt=takes_salt,
                 update_bracket=await self._has_bracket(),
-                **_weights_of(server),
+                shares="memory" if server.get("opens_shared_memory") else "none",
             )
         return self._info
 
@@ -271,9 +270,7 @@ class HttpEngineClient:
                 url=self._url,
             )
         body = (
-            memory_body(bucket)
-            if bucket.cuda is None
-            else cuda_body(bucket, num_ranks=info.digest.tensor)
+            memory_body(bucket) if bucket.cuda is None else cuda_body(bucket, num_ranks=info.tensor)
         )
         await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
 
@@ -346,12 +343,8 @@ class HttpEngineClient:
             "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
         )
         sums: dict[str, str] = {}
-        ranks = cast(list[Mapping[str, Any]], answer.get("ranks") or [])
-        for rank in ranks:
-            # Each tensor-parallel rank holds its shards under the names of whole tensors.
-            where = f"{rank['parallelism_info']['tp_rank']}/" if len(ranks) > 1 else ""
-            found = cast(Mapping[str, str], rank["checksums"])
-            sums.update({f"{where}{name}": checksum for name, checksum in found.items()})
+        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
+            sums.update(cast(Mapping[str, str], rank["checksums"]))
         if not sums:
             raise ContractViolation("the engine told no checksums", url=self._url)
         return sums
@@ -401,22 +394,6 @@ class HttpEngineClient:
         if needs_fields:
             raise ContractViolation(f"{path} did not answer with an object", url=self._url)
         return {}
-
-
-def _weights_of(server: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine's own facts say about its weights, as fields of EngineInfo."""
-    if "tp_size" not in server:
-        return {"shares": "memory" if server.get("opens_shared_memory") else "none"}
-    on_gpu = str(server.get("device", "cuda")).startswith("cuda")
-    return {
-        "digest": WeightDigest(
-            names="fused",
-            tensor=int(server["tp_size"]),
-            hash="mix64" if on_gpu else "sha256",
-        ),
-        "shares": "cuda" if on_gpu else "none",
-        "flat_broadcast": True,
-    }
 
 
 _EMPTY = ("/abort_request", "/flush_cache")

@@ -76,17 +76,9 @@ class EngineLoad:
     """Tokens generated since start; None where the engine does not count. Progress is life."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightDigest:
-    """How an engine says which weights it holds (``runtime.publication.digests``)."""
-
-    names: Literal["hf", "fused"] = "hf"
-    """``fused``: q, k and v as one tensor, gate and up as one, the vocabulary padded."""
-    tensor: int = 1
-    """Ranks of the engine, each with its shards; names carry the rank when there are several."""
-    hash: Literal["sha256", "mix64"] = "sha256"
-    """``sha256``: first 64 bits of it. ``mix64``: SGLang's own on a GPU."""
-
+WeightHash = Literal["sha256", "mix64"]
+"""How an engine hashes a weight: first 64 bits of SHA-256, or ``runtime.publication.mix64``, which
+a GPU computes where the weights lie."""
 
 Sharing = Literal["none", "memory", "cuda"]
 """Which shared memory an engine opens: none, files in memory, or the trainer's on its GPU."""
@@ -105,8 +97,10 @@ class EngineInfo:
     takes_salt: bool
     update_bracket: bool
     """/begin_weight_update and /end_weight_update must surround tensor updates."""
-    digest: WeightDigest = WeightDigest()
-    """How ``checksums`` names and hashes its weights."""
+    hash: WeightHash = "sha256"
+    """Of ``checksums``."""
+    tensor: int = 1
+    """Tensor-parallel ranks."""
     flat_broadcast: bool = False
     """Takes a whole bucket as one broadcast of its bytes."""
     shares: Sharing = "none"

@@ -88,7 +88,11 @@ class Diagnostics:
         except BaseException as error:
             elapsed_s = round(time.monotonic() - started, 6)
             _log.info(
-                "publication.step_failed", step=step, elapsed_s=elapsed_s, error=repr(error), **facts
+                "publication.step_failed",
+                step=step,
+                elapsed_s=elapsed_s,
+                error=repr(error),
+                **facts,
             )
             raise
         elapsed_s = round(time.monotonic() - started, 6)

@@ -14,13 +14,13 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.engines.shared import SharedBucket
 from runtime.errors import EngineRefused, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.places import Place, Places
-from runtime.publication.protocol import ONLY_HF, Snapshot, Target, TransferOutcome
+from runtime.publication.protocol import ONLY_SHA256, Snapshot, Target, TransferOutcome
 from runtime.publication.scratch import Scratch, scratch_root, sweep
 from runtime.publication.update_sessions import UpdateSessions
 from runtime.waits import Wait
@@ -40,7 +40,7 @@ class Packed(Protocol):
         ...
 
     @property
-    def digests(self) -> Mapping[WeightDigest, Mapping[str, str]]:
+    def digests(self) -> Mapping[WeightHash, Mapping[str, str]]:
         """Of the trainer's own tensors, by each kind that was asked for."""
         ...
 
@@ -53,9 +53,7 @@ class Packed(Protocol):
 class IpcSource(Protocol):
     """The trainer group, as this transport sees it."""
 
-    async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
-    ) -> Packed:
+    async def share_weights(self, place: int, folder: str, kinds: frozenset[WeightHash]) -> Packed:
         """Pack the current weights into the buckets of ``place`` (``runtime.publication.sharing``).
 
         ``folder`` is where files in memory go; on a GPU it stays empty.
@@ -89,7 +87,7 @@ class IpcTransport:
         self._diagnostics = diagnostics or Diagnostics.off()
 
     async def prepare(
-        self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> Snapshot:
         """Have the trainer pack its weights where nobody reads."""
         place = self._places.take()
