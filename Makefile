@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VENV_SGLANG ?= .venv-sglang
+STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test check fmt
+.PHONY: venv run test venv-sglang check fmt
 
 venv: $(STAMP)
 
@@ -21,6 +23,17 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The SGLang server has an environment of its own: it pins what the run's does not.
+venv-sglang: $(STAMP_SGLANG)
+
+$(STAMP_SGLANG): constraints-sglang.txt
+	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
+	$(VENV_SGLANG)/bin/python -m pip install --quiet -c constraints-sglang.txt torch
+	$(VENV_SGLANG)/bin/python -m pip install --quiet --no-deps -r constraints-sglang.txt
+	echo "$(CURDIR)/runtime/engines/sglang/cpu" > $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
+	echo "import sglang_cpu_shim" >> $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
+	touch $(STAMP_SGLANG)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

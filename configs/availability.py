@@ -47,8 +47,6 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
 
 def _serving(spec: RunSpec) -> Iterator[_Gap]:
     core, rollout = spec.core, spec.rollout
-    if rollout.engine == "sglang":
-        yield "rollout.engine", rollout.engine, "the SGLang engine"
     if rollout.tensor > 1:
         yield "rollout.tensor", rollout.tensor, "tensor-parallel engines"
     if rollout.colocated:

@@ -120,6 +120,7 @@ NEITHER: Mapping[str, tuple[str, ...]] = {
         "running_deadline",
         "drain_deadline",
         "engine_watchdog_timeout",
+        "engine_start_deadline",
     ),
     "async": ("async_max_concurrent_samples", "buffer_collections"),
     "reward": ("url", "time_limit", "workers", "skip_budget", "code", "judge"),

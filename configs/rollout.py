@@ -34,7 +34,10 @@ class Rollout(Section):
     engine_python: RunPath | None = None
     """Python of the environment the engine runs in; absent: the run's own."""
     engine_args: dict[str, Scalar] = Field(default={})
-    """Further arguments of the engine server, as its command line names them without dashes."""
+    """Further arguments of the engine server, as its command line names them without dashes. Those
+    that other fields decide are refused."""
+    engine_start_deadline: PositiveSeconds = 600.0
+    """Longest start of an engine, kernels that are compiled for the first time included."""
     engines: int = Field(default=1, ge=1)
     """Engine replicas."""
     tensor: int = Field(default=1, ge=1)

@@ -93,8 +93,11 @@ class EngineInfo:
     context_length: int
     max_running_requests: int
     native_spans: bool
-    """Per-token spans survive a swap in place."""
+    """Per-token spans survive a swap in place: proved by a swap."""
     takes_salt: bool
+    """A salt keeps cached prefixes apart."""
+    forgets_prefixes: bool = False
+    """No cached prefix is used under other weights than made it, whatever the salt says."""
     update_bracket: bool
     """/begin_weight_update and /end_weight_update must surround tensor updates."""
     hash: WeightHash = "sha256"

@@ -27,6 +27,9 @@ Turn = Callable[[Target, "Swap"], Awaitable[None]]
 Drain = Callable[[], Awaitable[None]]
 """Closes admission, returns once no generation runs. What it closed its caller opens again."""
 
+Decided = Callable[[PolicyId, Sequence[Target]], None]
+"""``decided(policy, verified)``: the policy is published; verified engines are about to resume."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapParts:
@@ -64,6 +67,11 @@ class Swap:
         self._paused_at: float | None = None
         self._pause_s: float | None = None
         self._unflushed: list[Participant] = []
+
+    @property
+    def verified(self) -> list[Target]:
+        """Engines that nothing went wrong with so far: after ``verify`` they hold the policy."""
+        return [p.target for p in self._roll.sound]
 
     async def prepare(self) -> None:
         """Ask engines for their facts, then make the snapshot; engines still serve.

@@ -84,7 +84,7 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     try:
         prepared, trainer = await _prepare_beside(ground, local_ray)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder)
+        engines = make_engines(context, prepared, ground.recorder, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
             async with _session(ground, prepared, engines, trainer, facts) as session:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -64,6 +64,7 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    decided=self._serve,
                 )
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
@@ -71,8 +72,6 @@ class Publishing:
             finally:
                 self.monitor.resume()
             self._trainer_at = policy
-            self.pool.serve(policy)
-            self._mark(decision)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -143,6 +142,11 @@ class Publishing:
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
+
+    def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
+        self.pool.serve(policy)
+        for target in verified:
+            self.pool.mark_verified(target.slot, target.incarnation, policy)
 
     def _mark(self, decision: Decision) -> None:
         policy = PolicyId.parse(decision.policy)

@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import SecretStr
-
 from configs.run import RunSpec
 from runtime.data.decoder import load_decoder
 from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
-from runtime.engines.embedded.owner import EmbeddedOwner
-from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.monitor import HealthMonitor, HealthSettings
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
@@ -37,6 +33,7 @@ from runtime.rollout.producer import Producer
 from runtime.rollout.settings import ProducerSettings
 from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
+from runtime.session.owners import make_owner
 from runtime.session.preparing import Prepared
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
@@ -52,8 +49,17 @@ class Engines:
     gate: AdmissionGate
 
 
-def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> Engines:
-    """Slots of the run file; nothing is started yet."""
+def make_engines(
+    context: Context, prepared: Prepared, recorder: Recorder, *, scratch: Path
+) -> Engines:
+    """Slots of the run file; nothing is started yet.
+
+    Args:
+        context: of the session.
+        prepared: the model to serve.
+        recorder: hears what becomes of engines and gate.
+        scratch: a short folder on local disk for what a server keeps while it lives.
+    """
     spec, clock = context.spec, context.clock
     # The ports stay on loopback; the token keeps other users of the machine out all the same.
     api_key = secrets.token_hex(16)
@@ -64,10 +70,11 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
     pool = EnginePool(spec.rollout.engines, clock=clock)
     runners = {
         slot: RaySlot(
-            owner=_owner(context, prepared, slot, api_key),
+            owner=make_owner(context, prepared.model, slot, api_key=api_key, scratch=scratch),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=stretched("readiness", 300.0),
+            # The owner's own deadline comes first: it knows the server's last words.
+            start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
         )
         for slot in range(spec.rollout.engines)
     }
@@ -90,28 +97,6 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
     pool.listen(recorder.lifecycle.heard)
     gate.listen(recorder.lifecycle.heard)
     return Engines(pool=pool, monitor=monitor, gate=gate)
-
-
-def _owner(context: Context, prepared: Prepared, slot: int, api_key: str) -> EmbeddedOwner:
-    rollout = context.spec.rollout
-    settings = EngineSettings.model_validate(
-        {
-            "model_path": prepared.model,
-            "dtype": context.spec.model.dtype,
-            "api_key": SecretStr(api_key),
-            "max_running_requests": rollout.max_running_requests,
-            "waiting_timeout_s": rollout.waiting_deadline,
-            "running_timeout_s": rollout.running_deadline,
-            "seed": context.spec.seed + slot,
-            "torch_threads": context.threads,
-            **rollout.engine_args,
-        }
-    )
-    return EmbeddedOwner(
-        slot=slot,
-        settings=settings,
-        log_path=str(context.attempt.path / f"engine-{slot}.log"),
-    )
 
 
 def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> VerifierPool:

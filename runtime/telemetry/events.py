@@ -81,6 +81,7 @@ class Event(StrEnum):
     VERIFIER_UNREAPED = "verifier.unreaped", "A killed worker has not gone yet; it is left behind."
 
     # Engines, publication
+    ENGINE_STARTING = "engine.starting", "A server is still on its way up; its last line is told."
     ENGINE_STARTED = "engine.started", "A server answers; it gets no traffic before a publication."
     ENGINE_VERIFIED = "engine.verified", "Its weights were proved to be the published policy's."
     ENGINE_SUSPECTED = "engine.suspected", "A health probe was missed."

@@ -48,14 +48,15 @@ class House:
         self.journal.add("rest", one.slot)
         self.engines[one.slot].running = 0
 
-    def verified(self, one, policy: PolicyId) -> None:
-        self.journal.add(f"verified {policy}", one.slot)
+    def decided(self, policy: PolicyId, targets) -> None:
+        (one,) = targets
+        self.journal.add(f"serve {policy}", one.slot)
 
     async def roll(self, policy: PolicyId, rest: Callable | None = None):
         self.trainer.update = policy.update
         targets = [target(e, self.faults) for e in self.engines if not e.is_dead]
         return await self.publisher.publish(
-            policy, targets, mode="rolling", rest=rest or self.rest, verified=self.verified
+            policy, targets, mode="rolling", rest=rest or self.rest, decided=self.decided
         )
 
 
@@ -65,7 +66,7 @@ def test_only_one_engine_at_a_time_stands_still(tmp_path):
         decision = await home.roll(P1)
         assert [v.slot for v in decision.verified] == [0, 1, 2]
         assert decision.mode == "rolling"
-        steps = ["rest", "pause", "load", "set_policy", "resume", "verified e1.u1"]
+        steps = ["rest", "pause", "load", "set_policy", "serve e1.u1", "resume"]
         assert home.journal.events == [(step, slot) for slot in range(3) for step in steps]
         assert all(e.num_flushed == 1 for e in home.engines)
         assert decision.pause_s is not None
@@ -163,13 +164,13 @@ ALLOWED = {("in_place", False), ("retract", False), ("abort", False), ("abort", 
 @pytest.mark.parametrize("pause", ["in_place", "retract", "abort"])
 @pytest.mark.parametrize("mode", ["refresh", "drain", "rolling"])
 @pytest.mark.parametrize("spans", [True, False])
-@pytest.mark.parametrize("salt", [True, False])
-def test_old_keys_are_never_served_as_new(pause, mode, spans, salt):
-    plan = plan_pause(replace(INFO, native_spans=spans, takes_salt=salt), mode, pause)
+@pytest.mark.parametrize("forgets", [True, False])
+def test_old_keys_are_never_served_as_new(pause, mode, spans, forgets):
+    plan = plan_pause(replace(INFO, native_spans=spans, forgets_prefixes=forgets), mode, pause)
     assert (plan.pause, plan.flush) in ALLOWED
     # Requests stay inside only where each token's policy is told and old prefixes cannot be hit.
-    assert plan.pause == "abort" or (spans and salt and mode == "refresh")
-    # Without a salt only a flush keeps old prefixes from new requests.
-    assert salt or plan.flush
-    if spans and salt and mode == "refresh":
+    assert plan.pause == "abort" or (spans and forgets and mode == "refresh")
+    # An engine that keeps prefixes over a change of weights is flushed.
+    assert forgets or plan.flush
+    if spans and forgets and mode == "refresh":
         assert plan.pause == pause

@@ -31,6 +31,7 @@ INFO = EngineInfo(
     max_running_requests=1,
     native_spans=True,
     takes_salt=True,
+    forgets_prefixes=True,
     update_bracket=False,
 )
 

@@ -44,7 +44,9 @@ class Publisher:
         self.calls["publish"] += 1
         if drain := options.get("drain"):
             await drain()
-        return self._decide(policy, targets)
+        decision = self._decide(policy, targets)
+        options["decided"](policy, targets)
+        return decision
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
