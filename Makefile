@@ -8,7 +8,7 @@ STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test venv-sglang check fmt
+.PHONY: venv run test test-outage test-evaluations venv-sglang check fmt
 
 venv: $(STAMP)
 
@@ -35,6 +35,9 @@ $(STAMP_SGLANG): constraints-sglang.txt
 	echo "import sglang_cpu_shim" >> $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
 	touch $(STAMP_SGLANG)
 
+test-outage: $(STAMP)
+	$(BIN)/python -m pytest -m outage
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,3 +48,6 @@ check: $(STAMP)
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-evaluations: $(STAMP)
+	MILEPOST_EVALUATIONS=1 $(BIN)/python -m pytest tests/e2e/test_background.py

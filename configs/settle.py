@@ -28,8 +28,11 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
     chosen = spec.core.publication_transport
     if chosen != "auto":
         return chosen, "set"
-    if spec.launch.gpus_per_replica == 0:
+    is_here = spec.launch.backend == "local"
+    if spec.launch.gpus_per_replica == 0 and is_here:
         return "disk", "engines on CPU: files in memory (tmpfs) are as fast as it gets"
+    if spec.core.publication_mode == "rolling":
+        return "disk", "engine by engine: a collective serves all at once"
     return "broadcast", "one copy from trainer rank 0 to every engine"
 
 

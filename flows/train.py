@@ -7,10 +7,10 @@ from pathlib import Path
 from prefect import State, flow
 from prefect.states import Completed
 
-from tasks.attach import attach
+from tasks.attach import attach, staying_attached
 from tasks.closing import export, finish, report
 from tasks.ended import RunEnded
-from tasks.evaluation import evaluate
+from tasks.evaluation import evaluate, submit_evaluations, submit_final
 from tasks.opening import prepare, rendezvous
 from tasks.phases import ended_state, enter_phase, stopping_when_cancelled
 from tasks.segment import commit_checkpoint, train_segment
@@ -29,7 +29,7 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
     """
     run = attach(run_file, sets or [])
     try:
-        with stopping_when_cancelled(run):
+        with staying_attached(run), stopping_when_cancelled(run):
             enter_phase("Preparing")
             prepare(run)
             rendezvous(run)
@@ -37,6 +37,9 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
             for stretch in run.stretches():
                 train_segment(run, stretch)
                 commit_checkpoint(run, stretch)
+                if run.has_background_evaluation and stretch.evaluations:
+                    submit_evaluations(run, stretch, return_state=True)
+                    continue
                 for set_name in stretch.evaluations:
                     # A final evaluation that fails leaves the run complete, with the set
                     # outstanding.
@@ -44,6 +47,8 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
             if run.loaded.spec.output.export_hf:
                 export(run)
             finish(run)
+            if run.has_background_evaluation:
+                submit_final(run, return_state=True)
             report(run, return_state=True)  # a complete run is complete without its report
     except RunEnded as ended:
         return ended_state(ended)

@@ -66,6 +66,12 @@ class RunHandle:
         return "".join(c if c.isalnum() else "-" for c in self.name.lower())
 
     @property
+    def has_background_evaluation(self) -> bool:
+        """Evaluations are deployment runs of their own: nothing here waits for their results."""
+        evaluation = self.loaded.spec.evaluation
+        return evaluation.mode == "background" and bool(evaluation.sets)
+
+    @property
     def last_update(self) -> int:
         """The update an undisturbed run ends with."""
         updates = self.plan.schedule.updates

@@ -12,17 +12,14 @@ from typing import Annotated, cast
 import typer
 
 from configs.load import LoadedRun, load_run
-from configs.names import read_variable
 from configs.problems import RunFileError
 from flows.commands._run_file import show_problems
+from runtime.rundir.known import is_root, known_roots, run_folders
 from runtime.rundir.layout import RunRoot
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's name, its run file, or its output root.")
 ]
-
-RUNS = "RUNS"
-"""``MILEPOST_RUNS``: folders that hold output roots, separated like ``PATH``; ``runs`` is first."""
 
 USAGE = 2
 
@@ -47,7 +44,7 @@ def find_or_exit(text: str, sets: Sequence[str] | None = None, *, as_json: bool 
     if path.is_file():
         loaded = _load(path, sets, as_json=as_json)
         return Place(root=RunRoot.of(loaded.spec.output.root), file=loaded)
-    if path.is_dir() and (_is_root(path) or os.sep in text):
+    if path.is_dir() and (is_root(path) or os.sep in text):
         return Place(root=RunRoot.of(path), file=None)
     if os.sep in text:
         raise _refused(f"no run file and no output root at {text}", as_json=as_json)
@@ -57,7 +54,7 @@ def find_or_exit(text: str, sets: Sequence[str] | None = None, *, as_json: bool 
     if found:
         listed = "\n".join(f"  {root}" for root in found)
         raise _refused(f"several runs are called {text}; give one root:\n{listed}", as_json=as_json)
-    looked = ", ".join(str(folder) for folder in _folders())
+    looked = ", ".join(str(folder) for folder in run_folders())
     raise _refused(f"no run is called {text}: looked in {looked}", as_json=as_json)
 
 
@@ -79,21 +76,9 @@ def _refused(message: str, *, as_json: bool) -> typer.Exit:
 
 def _named(name: str) -> Iterator[Path]:
     """Output roots of a name: folders called so, and others whose attempts carry it."""
-    for folder in _folders():
-        if not folder.is_dir():
-            continue
-        for root in folder.iterdir():
-            if _is_root(root) and name in (root.name, _name_of(root)):
-                yield root.absolute()
-
-
-def _folders() -> list[Path]:
-    given = read_variable(RUNS, os.environ) or ""
-    return [Path("runs").absolute(), *(Path(part) for part in given.split(os.pathsep) if part)]
-
-
-def _is_root(folder: Path) -> bool:
-    return (folder / "chain").is_dir() or (folder / "attempts").is_dir()
+    for root in known_roots(run_folders()):
+        if name in (root.path.name, _name_of(root.path)):
+            yield root.path
 
 
 def _name_of(root: Path) -> str | None:

@@ -19,6 +19,7 @@ import structlog
 from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
+from runtime import faults
 from runtime.checkpoints.files import FORMAT_VERSION, INITIAL, remove_folder, seal, segment_name
 from runtime.checkpoints.identity import RunIdentity
 from runtime.clock import Clock, SystemClock
@@ -74,6 +75,8 @@ class Committer:
             (the ledger's ``committed``, retention, receipts).
         parent: the commit that was restored; None before commit 0.
         write_limit_s: how long a boundary waits at most for the commit before.
+        before_record: awaited once the files are written: evidence of the updates before this
+            commit, which nobody makes again after it. Raises nothing.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Committer:
         parent: CommitRecord | None,
         clock: Clock | None = None,
         write_limit_s: float = 3600.0,
+        before_record: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._root = root
         self._epoch = epoch
@@ -98,6 +102,7 @@ class Committer:
         self._parent = parent
         self._clock = clock or SystemClock()
         self._write_limit_s = write_limit_s
+        self._before_record = before_record
         self._chain = Chain(root)
         self._idle = anyio.Event()
         self._idle.set()
@@ -244,8 +249,12 @@ class Committer:
         start = self._clock.monotonic()
         folder, final = self._folders(policy)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("commit.begin")
             with atomic.disk_full_as_error(folder):
                 names = await write(folder)
+                if self._before_record is not None:
+                    await self._before_record()
                 record = await anyio.to_thread.run_sync(self._seal, policy, segment, names, start)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -253,6 +262,8 @@ class Committer:
             raise
         self._parent = record
         self._failure = None
+        if faults.plan is not None:
+            await faults.plan.pause("commit.recorded")
         _log.info(
             Event.CHECKPOINT_COMMITTED,
             policy=str(policy),
@@ -294,6 +305,8 @@ class Committer:
         )
 
     def _append(self, record: CommitRecord) -> CommitRecord:
+        if faults.plan is not None:
+            faults.plan.reach("commit.record")
         try:
             return self._chain.append(record)
         except StoreError:
@@ -305,6 +318,8 @@ class Committer:
             raise
 
     def _write_segment(self, policy: PolicyId, segment: LedgerSegment) -> FileEntry:
+        if faults.plan is not None:
+            faults.plan.reach("ledger.segment")
         name = segment_name(policy.update, self._epoch)
         path = self._root.path / name
         path.parent.mkdir(exist_ok=True)

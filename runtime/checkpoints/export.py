@@ -7,6 +7,7 @@ in it as ``milepost.json``.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import anyio.to_thread
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from runtime.checkpoints.files import remove_folder, seal
+from runtime.checkpoints.files import damage_of, remove_folder, seal
 from runtime.checkpoints.readback import checksums_of, stored_tensors
 from runtime.checkpoints.resume import Restorable, check_restored
 from runtime.errors import PartialWrite
@@ -93,13 +94,56 @@ async def export_live(
         DiskFull: if there is no room; nothing is left behind then.
         PartialWrite: if what was written does not read back equal.
     """
-    return await _export(root, source, policy, model, epoch, final, "trainer")
+    to = root.export if final else root.export_at(policy.update)
+    return await _export(to, source, policy, model, epoch, "trainer", _nothing)
+
+
+async def export_snapshot(
+    root: RunRoot,
+    source: WeightSource,
+    policy: PolicyId,
+    *,
+    model: Path,
+    epoch: int,
+    on_written: Callable[[], None],
+) -> ExportReceipt:
+    """Export what the trainer holds now into ``snapshots/<policy>/``, as ``export_live`` does.
+
+    Args:
+        root: the output root.
+        source: the trainer, standing still at ``policy`` until ``on_written``.
+        policy: what it holds.
+        model: folder of the initial model.
+        epoch: of the caller.
+        on_written: called once the weights have left the trainer, which may go on then; reading
+            back, digests and syncing follow beside training.
+
+    Raises:
+        DiskFull, PartialWrite: as ``export_live``.
+    """
+    to = root.snapshots / str(policy)
+    to.parent.mkdir(exist_ok=True)
+    return await _export(to, source, policy, model, epoch, "trainer", on_written)
 
 
 async def export_commit(
-    root: RunRoot, trainer: Restoring, restorable: Restorable, *, model: Path, epoch: int
+    root: RunRoot,
+    trainer: Restoring,
+    restorable: Restorable,
+    *,
+    model: Path,
+    epoch: int,
+    to: Path | None = None,
 ) -> ExportReceipt:
-    """Export a commit into ``export-<update>/``, through a trainer that is brought to it.
+    """Export a commit through a trainer that is brought to it.
+
+    Args:
+        root: the output root.
+        trainer: of any number of ranks.
+        restorable: the commit.
+        model: folder of the initial model.
+        epoch: of the caller.
+        to: the folder to make; None: ``export-<update>/``.
 
     Raises:
         ContractViolation: if the trainer restores something else than the commit.
@@ -109,7 +153,22 @@ async def export_commit(
     if restorable.initial is None:
         restored = await trainer.restore(str(restorable.folder))
         check_restored(restored, restorable.commit)
-    return await _export(root, trainer, restorable.policy, model, epoch, False, "commit")
+    policy = restorable.policy
+    folder = to or root.export_at(policy.update)
+    return await _export(folder, trainer, policy, model, epoch, "commit", _nothing)
+
+
+def weights_digest(receipt: ExportReceipt) -> str:
+    """SHA-256 over names and checksums of the weights: equal for every export of one policy."""
+    sha = hashlib.sha256()
+    for name, checksum in sorted(receipt.checksums.items()):
+        sha.update(f"{name}={checksum}\n".encode())
+    return sha.hexdigest()
+
+
+def export_damage(folder: Path, receipt: ExportReceipt) -> list[str]:
+    """Say what is wrong with an export's files; empty when all are as its receipt says."""
+    return damage_of([(entry, folder / entry.name) for entry in receipt.files])
 
 
 def read_receipt(folder: Path) -> ExportReceipt | None:
@@ -121,21 +180,25 @@ def read_receipt(folder: Path) -> ExportReceipt | None:
         return None  # damaged, or of another version: the export is made anew
 
 
+def _nothing() -> None:
+    pass
+
+
 async def _export(
-    root: RunRoot,
+    to: Path,
     source: WeightSource,
     policy: PolicyId,
     model: Path,
     epoch: int,
-    final: bool,
     kind: Literal["trainer", "commit"],
+    on_written: Callable[[], None],
 ) -> ExportReceipt:
-    to = root.export if final else root.export_at(policy.update)
-    staging = root.path / f".{to.name}-e{epoch}.writing"
+    staging = to.with_name(f".{to.name}-e{epoch}.writing")
     try:
         with atomic.disk_full_as_error(to):
             await anyio.to_thread.run_sync(_begin, staging)
             written = await source.write_snapshot(str(staging))
+            on_written()
             describe = partial(
                 ExportReceipt,
                 policy=str(policy),

@@ -73,7 +73,11 @@ def damage(root: RunRoot, commit: CommitRecord) -> list[str]:
 
     Sizes come first: a torn commit is found without reading the large files.
     """
-    located = [(entry, locate(root, commit, entry.name)) for entry in commit.files]
+    return damage_of([(entry, locate(root, commit, entry.name)) for entry in commit.files])
+
+
+def damage_of(located: Sequence[tuple[FileEntry, Path]]) -> list[str]:
+    """Say which of these files are not as their entries say; sizes first, then digests."""
     if wrong := [text for entry, path in located if (text := _wrong_size(entry, path))]:
         return wrong
     return _each(lambda item: _wrong_digest(*item), located)

@@ -100,6 +100,33 @@ def find_restorable(root: RunRoot, records: Sequence[Record]) -> Restorable | No
     )
 
 
+def restorable_at(root: RunRoot, records: Sequence[Record], update: int) -> Restorable | None:
+    """The commit of history at exactly ``update``, every byte of it looked at.
+
+    Returns:
+        None when history has no commit there, or retention deleted its files.
+
+    Raises:
+        PartialWrite: if its files are there and damaged.
+    """
+    for commit in standing_commits(records):
+        folder = root.path / commit.folder
+        if commit.update != update or not folder.is_dir():
+            continue
+        if problems := _problems(root, commit):
+            raise PartialWrite(f"{commit.folder}: {'; '.join(problems)}", path=str(folder))
+        segments, gap = _segments(root, records, commit)
+        return Restorable(
+            commit=commit,
+            folder=folder,
+            initial=_initial(folder),
+            segments=segments,
+            history_gap=gap,
+            damaged=(),
+        )
+    return None
+
+
 def check_restored(restored: Mapping[str, object], commit: CommitRecord) -> None:
     """Compare what the trainer says it restored with the commit and its ledger.
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import anyio
-from pydantic import JsonValue
 
 from runtime.clock import Clock
-from runtime.errors import EvaluationFailed, RunError, ServingError
+from runtime.errors import EvaluationFailed, RunError
+from runtime.evaluation.asking import ask_for_final, failed_result
 from runtime.evaluation.found import standing_result
 from runtime.evaluation.items import ItemLog
+from runtime.evaluation.opening import Asker
 from runtime.evaluation.receipts import (
-    Request,
     Result,
     Started,
-    TryError,
     claim_try,
     derive,
     finish_try,
@@ -29,7 +28,6 @@ from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet, SharedRunner
 from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
-from runtime.rundir.failure import fingerprint
 from runtime.rundir.layout import RunRoot
 from runtime.telemetry.events import Event
 from runtime.telemetry.lifecycle import LifecycleLog
@@ -65,7 +63,13 @@ class Evaluator:
             return found[1].result.metrics
         folder = self.root.evaluation(str(policy), name)
         if derive(folder, stands=True) is None:
-            write_request(folder, self._request(name, policy, kind))
+            asker = Asker(
+                run=self.run,
+                attempt=self.runner.attempt,
+                epoch=self.runner.epoch,
+                clock=self.clock,
+            )
+            write_request(folder, asker.request(self.sets[name], policy, kind, mode="shared"))
         claim = claim_try(folder, by="session", time=self.clock.time())
         if claim is None:
             raise EvaluationFailed(f"another process evaluates {name} at {policy}")
@@ -129,37 +133,18 @@ class Evaluator:
                 return True
         return False
 
-    def _request(self, name: str, policy: PolicyId, kind: Kind) -> Request:
-        frozen = self.sets[name]
-        sampling: dict[str, JsonValue] = {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(frozen.asked.sampling).items()
-        }
-        return Request(
-            time=self.clock.time(),
-            run=self.run,
-            policy=str(policy),
-            set=name,
-            kind=kind,
-            required=frozen.asked.is_required(kind),
-            mode="shared",
-            attempt=self.runner.attempt,
-            epoch=self.runner.epoch,
-            set_digest=frozen.digest,
-            sampling=sampling,
-            seed=frozen.asked.seed,
+    async def settle(self) -> None:
+        """Nothing is made beside training here."""
+
+    def ask_later(self, policy: PolicyId) -> None:
+        """Ask for the final evaluation of a run that is being taken off its hardware.
+
+        Whoever submits requests runs it, unless an attempt goes on before. Idempotent.
+        """
+        asker = Asker(
+            run=self.run, attempt=self.runner.attempt, epoch=self.runner.epoch, clock=self.clock
         )
+        ask_for_final(self.root, self.sets, policy, asker)
 
     def _failure(self, name: str, policy: PolicyId, error: RunError) -> Result:
-        return Result(
-            time=self.clock.time(),
-            state="failed",
-            error=TryError(
-                error_class=type(error).__name__,
-                fingerprint=fingerprint(type(error).__name__, f"evaluation/{name}", error.message),
-                message=error.message[:2000],
-                counts={k: v for k, v in error.detail.items() if isinstance(v, int)},
-                is_exempt=isinstance(error, ServingError),
-            ),
-            trainer_update=policy.update,
-        )
+        return failed_result(error, set_name=name, time=self.clock.time(), trainer=policy.update)

@@ -8,6 +8,7 @@ the first writer wins, nobody edits.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from runtime.evaluation.sets import Kind
 from runtime.policy import PolicyId
 from runtime.rundir import atomic
 
+Mode = Literal["shared", "background"]
 State = Literal["requested", "submitted", "running", "succeeded", "failed", "skipped"]
 SkipReason = Literal[
     "busy", "export_failed", "snapshot_missing", "crashed", "engine_unhealthy", "superseded"
@@ -58,7 +60,7 @@ class Request(_Stored):
     set: str
     kind: Kind
     required: bool
-    mode: Literal["shared", "background"]
+    mode: Mode
     attempt: int
     epoch: int
     snapshot: Snapshot | None = None
@@ -77,7 +79,8 @@ class Submission(_Stored):
     """The claim of one try."""
 
     key: str
-    """Of this try; also Prefect's idempotency key."""
+    """Of this try; also Prefect's idempotency key. Its last part is random: a run of the same name
+    in another root, or in the same one emptied, shares a server but no keys."""
     by: str
     """Who submits: session, flow, resubmission, a person."""
 
@@ -167,6 +170,19 @@ class EvaluationReceipt:
         """Number of the try that may be claimed next."""
         return len(self.tries)
 
+    @property
+    def open_try(self) -> Try | None:
+        """The try that is claimed or runs and has no result yet; None where there is none."""
+        newest = self.tries[-1] if self.tries else None
+        return newest if newest is not None and newest.result is None else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more happens to it by itself: its snapshot may go."""
+        if self.state in ("requested", "submitted", "running"):
+            return False
+        return self.state == "succeeded" or self.next_try_at is None
+
 
 def write_request(folder: Path, request: Request) -> Request:
     """Ask for an evaluation; asking again for the same thing returns the first request.
@@ -213,7 +229,8 @@ def claim_try(
         raise ValueError(f"try {wanted} of {request.key} after only {len(tries)}")
     if wanted < len(tries) and tries[wanted].result is not None:
         return None
-    claim = Submission(time=time, key=f"{request.key}#{wanted}", by=by)
+    key = f"{request.key}#{wanted}-{secrets.token_hex(4)}"
+    claim = Submission(time=time, key=key, by=by)
     path = folder / "tries" / str(wanted) / "submission.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -241,7 +258,11 @@ def skip(folder: Path, reason: SkipReason, *, time: float) -> Result:
 
 
 def derive(
-    folder: Path, *, stands: bool, is_alive: Callable[[Try], bool | None] | None = None
+    folder: Path,
+    *,
+    stands: bool,
+    is_alive: Callable[[Try], bool | None] | None = None,
+    first_delay_s: float = FIRST_DELAY_S,
 ) -> EvaluationReceipt | None:
     """The receipt of one evaluation; None where nothing was requested.
 
@@ -249,6 +270,7 @@ def derive(
         folder: ``evaluations/<policy>/<set>``.
         stands: whether the chain keeps its policy (``history.is_standing``).
         is_alive: whether the job of an open try still exists; None where that cannot be known.
+        first_delay_s: before the first resubmission, see ``next_try_at``.
 
     Raises:
         PartialWrite: if one of its files is damaged.
@@ -269,7 +291,7 @@ def derive(
         reason=reason,
         stands=stands,
         tries=tries,
-        next_try_at=next_try_at(tries, state, reason),
+        next_try_at=next_try_at(tries, state, reason, first_delay_s=first_delay_s),
         times=_times(request, tries),
         error=last.error if last else None,
         result=ended,
@@ -278,11 +300,17 @@ def derive(
     )
 
 
-def next_try_at(tries: tuple[Try, ...], state: State, reason: SkipReason | None) -> float | None:
+def next_try_at(
+    tries: tuple[Try, ...],
+    state: State,
+    reason: SkipReason | None,
+    *,
+    first_delay_s: float = FIRST_DELAY_S,
+) -> float | None:
     """When the next try may follow by itself; None: never.
 
-    The n-th resubmission (from 0) comes 10 min x 2**n after the last end; at most three; not after
-    the same fingerprint twice, unless those errors are exempt.
+    The n-th resubmission (from 0) comes ``first_delay_s`` x 2**n after the last end; at most three;
+    not after the same fingerprint twice, unless those errors are exempt.
     """
     if state not in ("failed", "skipped") or (state == "skipped" and reason not in RESUBMITTED):
         return None
@@ -297,7 +325,7 @@ def next_try_at(tries: tuple[Try, ...], state: State, reason: SkipReason | None)
     if len(prints) != len(set(prints)):
         return None
     moments = [r.time for t in tries for r in (t.submission, t.started, t.result) if r]
-    return max(moments) + FIRST_DELAY_S * 2**used if moments else None
+    return max(moments) + first_delay_s * 2**used if moments else None
 
 
 def _state(

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.protocol import EngineInfo
 from runtime.errors import EngineError, PublicationFailed, RunError
@@ -81,6 +82,8 @@ class Swap:
             RunError: the trainer's or the file system's own.
         """
         async with self._log.stage("prepare"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.prepare")
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
@@ -129,6 +132,8 @@ class Swap:
             self._log.stage("drain"),
             Wait(f"running requests to end before {self.policy}", self._limits.drain_s),
         ):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.drain")
             await drain()
 
     @asynccontextmanager
@@ -149,6 +154,8 @@ class Swap:
             await participant.target.client.pause(participant.plan.pause)
 
         async with self._log.stage("pause"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.pause")
             await self._roll.each("pause", self._limits.pause_s, one)
             self.need_one()
 
@@ -163,6 +170,8 @@ class Swap:
         flush = all(p.plan is not None and p.plan.flush for p in members)
         limit_s = self._limits.transfer_s
         async with self._log.stage("transfer"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.transfer")
             try:
                 # The transport keeps the deadline itself, so that it can end the collective on all
                 # sides; ours is behind it, for a transport that fails to.
@@ -195,6 +204,8 @@ class Swap:
                 await client.flush_cache()
 
         async with self._log.stage("verify"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.verify")
             await self._roll.each("verify", self._limits.verify_s, one)
             self.need_one()
 
@@ -209,6 +220,8 @@ class Swap:
                 raise EngineError(f"says it serves {found!r} after {self.policy} was set")
 
         async with self._log.stage("set_policy"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.set_policy")
             await self._roll.each("set_policy", self._limits.set_policy_s, one)
             self.need_one()
 
@@ -232,6 +245,8 @@ class Swap:
             await self._parts.transport.ended(slot, incarnation)
 
         async with self._log.stage("kill"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.kill")
             left = await self._roll.each("kill", self._limits.kill_s, one, doomed)
             if left:
                 found = "; ".join(f"{p.name}: {why}" for p, why in left)
@@ -246,6 +261,8 @@ class Swap:
             await participant.target.client.resume()
 
         async with self._log.stage("resume"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.resume")
             await self._roll.each("resume", self._limits.resume_s, one)
         if self._paused_at is not None:
             self._pause_s = self._parts.clock.monotonic() - self._paused_at

@@ -15,6 +15,7 @@ from typing import Literal
 import anyio
 import structlog
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import PublicationFailed
 from runtime.policy import PolicyId
@@ -205,7 +206,7 @@ class Publisher:
         if decided is not None:
             decided(swap.policy, swap.verified)
         await swap.resume()
-        await swap.kill_failed()
+        await self._kill_unresumed(swap)
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
 
@@ -226,6 +227,17 @@ class Publisher:
         await swap.one_by_one(turn)
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
+
+    async def _kill_unresumed(self, swap: Swap) -> None:
+        """End engines that did not answer the resume; that one lives on undoes nothing.
+
+        The publication is decided, the others serve it. What could not be ended holds the right
+        weights, was taken out of routing before, and its slot's restart ends it again.
+        """
+        try:
+            await swap.kill_failed()
+        except PublicationFailed as exc:
+            _log.warning(Event.PUBLICATION_KILL_FAILED, policy=str(swap.policy), error=exc.message)
 
     async def _bring_up(self, swap: Swap, snapshot: Snapshot) -> None:
         try:
@@ -292,6 +304,8 @@ class Publisher:
         return decision
 
     def _record(self, decision: Decision) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("publication.record")
         facts = decision.model_dump(mode="json", exclude={"schema_version"})
         if decision.outcome == "published":
             _log.info(Event.PUBLICATION_COMMITTED, **facts)

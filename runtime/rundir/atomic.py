@@ -13,11 +13,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime import faults
 from runtime.errors import DiskFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-probe: Callable[[str, Path], None] | None = None
+probe: Callable[[str, Path], None] | None = None if faults.plan is None else faults.plan.file
 """Fault point: called with (operation, path) before each file operation; None in production.
 
 Operations: ``write``, ``fsync``, ``link``, ``replace``, ``unlink``, ``fsync_folder``, ``append``.

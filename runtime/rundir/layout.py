@@ -129,6 +129,11 @@ class RunRoot:
         return self.evaluations / policy / set_name
 
     @property
+    def snapshots(self) -> Path:
+        """Exports that background evaluations read, a folder per policy id."""
+        return self.path / "snapshots"
+
+    @property
     def export(self) -> Path:
         """The final HF export."""
         return self.path / "export"

@@ -21,26 +21,37 @@ from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
+from runtime.evaluation.snapshots import pinned_policies
 from runtime.publication.broadcast import BroadcastTransport
+from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.disk import DiskTransport
+from runtime.publication.ipc import IpcTransport
+from runtime.publication.protocol import PublicationTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
+from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
-from runtime.session import deadman
 from runtime.session.books import Books
-from runtime.session.cluster import LocalRay, take_signals_back
+from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.holding import ServingHold
+from runtime.session.joined import JoinedRay, job_address
+from runtime.session.member import join_attempt
+from runtime.session.nodes import Nodes
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
-from runtime.session.publishing import Publishing
+from runtime.session.publishing import Publishing, publication_limits
 from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
+    drain_deadline_s,
+    make_background_evaluator,
     make_engines,
     make_evaluator,
     make_producer,
@@ -80,25 +91,43 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         SessionError: if a process did not come up; a new epoch may.
     """
     context = ground.context
-    local_ray = LocalRay(ground.scratch)
+    own_ray = _ray_of(ground)
     try:
-        prepared, trainer = await _prepare_beside(ground, local_ray)
+        prepared, trainer = await _prepare_beside(ground, own_ray)
+        nodes = own_ray.nodes
+        ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder, scratch=ground.scratch)
+        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
-            async with _session(ground, prepared, engines, trainer, facts) as session:
+            async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
                 yield session
+        except Exception:
+            # What broke first may only be the first sign of a lost node.
+            await nodes.settle()
+            raise
         finally:
             with anyio.CancelScope(shield=True):
                 await trainer.shutdown()
                 await engines.monitor.stop()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(local_ray.stop)
+            await anyio.to_thread.run_sync(own_ray.stop)
 
 
-async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared, TrainerGroup]:
+def _ray_of(ground: Ground) -> SessionRay:
+    context = ground.context
+    if context.order.ray == "own":
+        return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
+    return JoinedRay(
+        context.plan.topology,
+        address=job_address(),
+        env=owned_environment({}, attempt_dir=context.attempt.path, epoch=context.epoch),
+        placement_deadline_s=context.spec.launch.synchronized_start_timeout,
+    )
+
+
+async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:
     """Prepare in a process of its own while Ray and the trainer's ranks start: all import much."""
     context, timing = ground.context, ground.recorder.timing
     spec = context.spec
@@ -106,14 +135,20 @@ async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared
     started: list[TrainerGroup] = []
 
     async def start_trainer() -> None:
-        await anyio.to_thread.run_sync(local_ray.start)
+        await anyio.to_thread.run_sync(own_ray.start)
+        nodes, ranks = own_ray.nodes, context.plan.topology.trainer_ranks
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
                 from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
-                Placement(ranks=context.plan.topology.trainer_ranks),
+                Placement(
+                    ranks=ranks,
+                    gpus_per_rank=context.plan.topology.gpus_per_rank,
+                    host=nodes.address(nodes.trainer_node(0, ranks)),
+                    options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
+                ),
                 epoch=context.epoch,
-                on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
+                on_start=partial(join_attempt, str(context.attempt.path), epoch=context.epoch),
             )
         started.append(trainer)
 
@@ -149,6 +184,7 @@ async def _session(
     engines: Engines,
     trainer: TrainerGroup,
     facts: dict[str, object],
+    nodes: Nodes,
 ) -> AsyncGenerator[Session, None]:
     context, recorder = ground.context, ground.recorder
     spec = context.spec
@@ -182,33 +218,30 @@ async def _session(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
         for name in await anyio.to_thread.run_sync(
-            partial(retain, context.root, context.epoch, keep=spec.checkpoint.keep)
+            _retain, context.root, context.epoch, spec.checkpoint.keep
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
 
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
 
-    transport = (
-        DiskTransport(trainer)
-        if context.plan.publication_transport == "disk"
-        else BroadcastTransport(trainer)
-    )
     publishing = Publishing(
         publisher=Publisher(
-            transport=transport,
+            transport=_transport(context, trainer, nodes),
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
+            limits=publication_limits(spec.rollout.drain_deadline),
+            pause=spec.core.refresh_pause,
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
-        mode="drain" if spec.core.publication_mode == "drain" else "refresh",
-        drain_deadline_s=spec.rollout.drain_deadline,
+        mode=spec.core.publication_mode,
+        drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
     )
-    async with make_verifiers(context, stores) as verifiers:
+    async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(
             context,
             engines,
@@ -219,6 +252,15 @@ async def _session(
             vocab_size=cast(int, facts["vocab_size"]),
             next_collection=update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
+        )
+        books = Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks)
+        background = None
+        if spec.evaluation.mode == "background":
+            background = make_background_evaluator(
+                context, prepared, stores, recorder, source=trainer, tasks=ground.tasks
+            )
+        evaluator = background or make_evaluator(
+            context, engines, prepared, stores, verifiers, recorder
         )
         parts = Parts(
             context=context,
@@ -237,8 +279,9 @@ async def _session(
                 on_committed=committed,
                 parent=None if found is None else found.commit,
                 clock=context.clock,
+                before_record=books.kept,
             ),
-            evaluator=make_evaluator(context, engines, prepared, stores, verifiers, recorder),
+            evaluator=evaluator,
             probe=AgreementProbe(
                 pool=engines.pool,
                 trainer=trainer,
@@ -257,11 +300,12 @@ async def _session(
                 detach_grace_s=spec.launch.detach_grace,
                 signals=ground.signals,
                 view=ground.view,
+                effects=ServingHold(gate=engines.gate, monitor=engines.monitor),
                 clock=context.clock,
             ),
             signals=ground.signals,
             view=ground.view,
-            books=Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks),
+            books=books,
             recorder=recorder,
         )
         session = Session(parts, _rules(context, order, update), update=update)
@@ -271,6 +315,8 @@ async def _session(
             tasks.start_soon(trainer.watch)
             tasks.start_soon(publishing.mend_for_ever)
             tasks.start_soon(session.watch_for_ever)
+            if background is not None:
+                tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
             try:
                 yield session
@@ -279,6 +325,38 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+
+
+def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
+    """Memory of this host where everything runs on it; else a folder that all nodes see."""
+    if not nodes.nodes:
+        return None
+    folder = context.root.path / "scratch"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
+    pinned = pinned_policies(root, Chain(root).read())
+    return retain(root, epoch, keep=keep, pinned=pinned)
+
+
+def _transport(context: Context, trainer: TrainerGroup, nodes: Nodes) -> PublicationTransport:
+    diagnostics = Diagnostics.from_environment()
+    match context.plan.publication_transport:
+        case "disk":
+            root = _shared_scratch(context, nodes)
+            return DiskTransport(trainer, root, diagnostics=diagnostics)
+        case "ipc":
+            return IpcTransport(trainer, diagnostics=diagnostics)
+        case _:
+            return BroadcastTransport(
+                trainer,
+                host=nodes.address(0),
+                backend="nccl" if context.plan.topology.trainer_gpus else "gloo",
+                ranks_per_engine=context.spec.rollout.tensor,
+                diagnostics=diagnostics,
+            )
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

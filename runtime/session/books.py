@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
@@ -41,6 +41,8 @@ class Books:
     tasks: TaskGroup
     """Where rollout files are written, beside training."""
     _collected_at: float | None = None
+    _num_writing: int = 0
+    _written: anyio.Event = field(default_factory=anyio.Event)
 
     def trained(self, collection: Collection, update: int, metrics: TrainMetrics) -> None:
         """One collection became an update."""
@@ -94,7 +96,19 @@ class Books:
 
     def keep(self, collection: Collection) -> None:
         """Write the collection's samples, beside training."""
+        if not self._num_writing:
+            self._written = anyio.Event()
+        self._num_writing += 1
         self.tasks.start_soon(self._write, collection)
+
+    async def kept(self) -> None:
+        """Wait until every collection given to ``keep`` is written, or has failed to be.
+
+        Awaited before a commit's record: a run that goes on from there never comes by the
+        collections before it again, so a file missing then would be missing for good.
+        """
+        while self._num_writing:
+            await self._written.wait()
 
     def ending(self, end: End) -> None:
         """The loop is over."""
@@ -111,6 +125,10 @@ class Books:
         except (OSError, StoreError) as error:
             # Evidence, not state: the run goes on, and the missing file is named.
             _log.warning(Event.ROWS_DROPPED, file=str(path), error=str(error))
+        finally:
+            self._num_writing -= 1
+            if not self._num_writing:
+                self._written.set()
 
     def _contracts(self, update: int, values: Mapping[str, float]) -> None:
         agreement = {

@@ -60,6 +60,11 @@ class Context:
         """Seconds since this session started."""
         return self.clock.monotonic() - self.started
 
+    def is_over_time(self) -> bool:
+        """The run's wall-clock bound has passed."""
+        bound = self.spec.core.max_run_seconds
+        return bound is not None and self.age_s >= bound
+
     @property
     def run_key(self) -> str:
         """A short name of the output root, for scratch folders."""

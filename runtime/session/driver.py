@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from runtime import faults
 from runtime.errors import RetryBy
 from runtime.rundir.attempt import Outcome
 from runtime.rundir.chain import Chain
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         epoch=context.epoch,
     )
     outcome = anyio.run(_run, context, backend_options={"use_uvloop": True})
+    if faults.plan is not None:
+        faults.plan.reach("session.outcome")
     outcome.write(context.attempt)
     return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
 
@@ -78,7 +81,10 @@ async def _run(context: Context) -> Outcome:
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
     folder = cluster.scratch_folder(context.run_key, context.epoch)
-    cluster.set_environment(folder)
+    if context.order.ray == "own":
+        cluster.set_environment(folder)
+    else:
+        cluster.keep_job_environment()
     from runtime.session.assembly import Ground, session_of
 
     signals = Signals.of(
@@ -87,6 +93,7 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
         detached=context.plan.detached,
         detach_grace_s=context.spec.launch.detach_grace,
         clock=context.clock,
+        over_time=context.is_over_time,
     )
     ends: list[End] = []
     async with anyio.create_task_group() as tasks:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.checkpoints.commit import Committer
 from runtime.data.ledger import Ledger
-from runtime.evaluation.evaluator import Evaluator
+from runtime.evaluation.sets import Kind
+from runtime.evaluation.shared import FrozenSet
 from runtime.policy import PolicyId
 from runtime.rollout.producer import Producer
 from runtime.session.books import Books
@@ -38,6 +40,36 @@ class Exporter(Protocol):
         ...
 
 
+class SetEvaluator(Protocol):
+    """Evaluates the sets of a run at the published policy, or asks others to."""
+
+    @property
+    def sets(self) -> Mapping[str, FrozenSet]:
+        """By name."""
+        ...
+
+    @property
+    def outstanding(self) -> list[str]:
+        """Required sets without a result at the end, as ``evaluation/<update>/<set>``."""
+        ...
+
+    async def evaluate(self, name: str, policy: PolicyId, *, kind: Kind) -> object:
+        """Make one set's result at ``policy`` stand, or its request; idempotent."""
+        ...
+
+    async def final(self, policy: PolicyId, *, retries: int, backoff_s: float) -> None:
+        """Do so for every set at a run's end; what fails is outstanding, and raises nothing."""
+        ...
+
+    async def settle(self) -> None:
+        """Wait for what is made beside training."""
+        ...
+
+    def ask_later(self, policy: PolicyId) -> None:
+        """Ask for the final evaluation of a run that is taken off its hardware. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The parts of one session; all of them outlive the sequence."""
@@ -51,7 +83,7 @@ class Parts:
     producer: Producer
     publishing: Publishing
     commits: Committer
-    evaluator: Evaluator
+    evaluator: SetEvaluator
     probe: AgreementProbe
     exporter: Exporter
     steps: StepRetries

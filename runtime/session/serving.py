@@ -7,19 +7,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from anyio.abc import TaskGroup
+
 from configs.run import RunSpec
 from runtime.data.decoder import load_decoder
 from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
-from runtime.engines.monitor import HealthMonitor, HealthSettings
+from runtime.engines.factory import engine_owner
+from runtime.engines.monitor import HealthMonitor, health_settings
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
 from runtime.engines.ray_owner import RaySlot
+from runtime.evaluation.background import BackgroundEvaluator
 from runtime.evaluation.evaluator import Evaluator
-from runtime.evaluation.sets import EvaluationSet
-from runtime.evaluation.shared import EvaluationLimits, FrozenSet, SharedRunner
+from runtime.evaluation.opening import Asker, evaluation_limits, frozen_set
+from runtime.evaluation.shared import FrozenSet, SharedRunner
+from runtime.publication.disk import WeightSource
 from runtime.rewards.budget import SkipBudget
 from runtime.rewards.shaping import overlong_penalty
 from runtime.rewards.verifiers import VerifierSpec
@@ -33,7 +38,7 @@ from runtime.rollout.producer import Producer
 from runtime.rollout.settings import ProducerSettings
 from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
-from runtime.session.owners import make_owner
+from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
@@ -50,18 +55,25 @@ class Engines:
 
 
 def make_engines(
-    context: Context, prepared: Prepared, recorder: Recorder, *, scratch: Path
+    context: Context,
+    prepared: Prepared,
+    recorder: Recorder,
+    nodes: Nodes | None = None,
+    *,
+    scratch: Path,
 ) -> Engines:
-    """Slots of the run file; nothing is started yet.
+    """Slots of the run file, on their nodes; nothing is started yet.
 
     Args:
         context: of the session.
         prepared: the model to serve.
         recorder: hears what becomes of engines and gate.
+        nodes: where they run; None: all here.
         scratch: a short folder on local disk for what a server keeps while it lives.
     """
+    nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
-    # The ports stay on loopback; the token keeps other users of the machine out all the same.
+    # On one host the ports stay on loopback; the token keeps everybody else out all the same.
     api_key = secrets.token_hex(16)
 
     def connect(address: EngineAddress) -> HttpEngineClient:
@@ -70,28 +82,27 @@ def make_engines(
     pool = EnginePool(spec.rollout.engines, clock=clock)
     runners = {
         slot: RaySlot(
-            owner=make_owner(context, prepared.model, slot, api_key=api_key, scratch=scratch),
+            owner=engine_owner(
+                spec,
+                model=prepared.model,
+                slot=slot,
+                api_key=api_key,
+                log_path=context.attempt.path / f"engine-{slot}.log",
+                threads=context.threads,
+                host=nodes.address(nodes.engine_node(slot)),
+                scratch=scratch,
+            ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
             # The owner's own deadline comes first: it knows the server's last words.
             start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
+            num_gpus=context.plan.topology.gpus_per_engine,
+            options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
     }
-    health = spec.health
     monitor = HealthMonitor(
-        pool,
-        runners,
-        HealthSettings(
-            enabled=health.enabled,
-            interval_s=health.interval,
-            timeout_s=health.timeout,
-            misses=health.misses,
-            first_wait_s=health.first_wait,
-            restarts_per_hour=health.restarts_per_hour,
-        ),
-        connect=connect,
-        clock=clock,
+        pool, runners, health_settings(spec.health), connect=connect, clock=clock
     )
     gate = AdmissionGate(clock=clock)
     pool.listen(recorder.lifecycle.heard)
@@ -99,9 +110,17 @@ def make_engines(
     return Engines(pool=pool, monitor=monitor, gate=gate)
 
 
-def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> VerifierPool:
-    """Workers for every verifier that the prompts name; an async context manager."""
-    reward = context.spec.reward
+def make_verifiers(
+    spec: RunSpec, run_file: Path, stores: Mapping[str, PromptStore]
+) -> VerifierPool:
+    """Workers for every verifier that the prompts name; an async context manager.
+
+    Args:
+        spec: the run file.
+        run_file: where it lies: verifiers by import path are looked for beside it first.
+        stores: the prompts.
+    """
+    reward = spec.reward
     names = sorted({name for store in stores.values() for name in store.facts.verifiers})
     return VerifierPool(
         [
@@ -114,7 +133,7 @@ def make_verifiers(context: Context, stores: Mapping[str, PromptStore]) -> Verif
         ],
         workers=reward.workers,
         time_limit_s=reward.time_limit,
-        search_paths=[context.plan.run_file.parent],
+        search_paths=[run_file.parent],
     )
 
 
@@ -126,6 +145,11 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     return stores
 
 
+def drain_deadline_s(spec: RunSpec) -> float:
+    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
+    return stretched("drain", spec.rollout.drain_deadline)
+
+
 def sampling_settings(spec: RunSpec) -> SamplingSettings:
     """How training responses are sampled."""
     rollout = spec.rollout
@@ -135,6 +159,7 @@ def sampling_settings(spec: RunSpec) -> SamplingSettings:
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
+        seed=rollout.seed,
     )
 
 
@@ -182,7 +207,7 @@ def make_producer(
         buffer_collections=spec.async_.buffer_collections,
         waiting_deadline_s=rollout.waiting_deadline,
         running_deadline_s=rollout.running_deadline,
-        drain_deadline_s=rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         filter_max_rounds=rollout.filter_max_rounds,
     )
     rule = StopRule(clock)
@@ -226,31 +251,12 @@ def make_evaluator(
 ) -> Evaluator:
     """Evaluation on the shared engines."""
     spec = context.spec
-    frozen: dict[str, FrozenSet] = {}
-    for name, section in spec.evaluation.sets.items():
-        asked = EvaluationSet.from_config(
-            name,
-            section,
-            verifier=spec.reward.verifier or "",
-            max_response_tokens=spec.rollout.max_response_tokens,
-            stop=tuple(spec.rollout.stop),
-        )
-        frozen[name] = FrozenSet(
-            asked=asked,
-            store=stores[name],
-            digest=asked.digest(prompts_fingerprint=prepared.sets[name].fingerprint),
-        )
     runner = SharedRunner(
         pool=engines.pool,
         gate=engines.gate,
         judge=verifiers,
         decode=load_decoder(Path(prepared.tokenizer)),
-        limits=EvaluationLimits(
-            deadline_s=spec.evaluation.deadline,
-            drain_deadline_s=spec.rollout.drain_deadline,
-            call_deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
-            skip_share=spec.reward.skip_budget,
-        ),
+        limits=evaluation_limits(spec),
         clock=context.clock,
         attempt=context.attempt.number,
         epoch=context.epoch,
@@ -258,9 +264,50 @@ def make_evaluator(
     return Evaluator(
         run=spec.name,
         root=context.root,
-        sets=frozen,
+        sets=_frozen_sets(spec, prepared, stores),
         runner=runner,
         metrics=recorder.metrics,
         lifecycle=recorder.lifecycle,
         clock=context.clock,
     )
+
+
+def make_background_evaluator(
+    context: Context,
+    prepared: Prepared,
+    stores: Mapping[str, PromptStore],
+    recorder: Recorder,
+    *,
+    source: WeightSource,
+    tasks: TaskGroup,
+) -> BackgroundEvaluator:
+    """Evaluation by others, from snapshots of the trainer's weights."""
+    spec = context.spec
+    return BackgroundEvaluator(
+        root=context.root,
+        sets=_frozen_sets(spec, prepared, stores),
+        asker=Asker(
+            run=spec.name,
+            attempt=context.attempt.number,
+            epoch=context.epoch,
+            clock=context.clock,
+        ),
+        source=source,
+        model=Path(prepared.model),
+        overflow=spec.evaluation.overflow,
+        tasks=tasks,
+        metrics=recorder.metrics,
+        lifecycle=recorder.lifecycle,
+        clock=context.clock,
+    )
+
+
+def _frozen_sets(
+    spec: RunSpec, prepared: Prepared, stores: Mapping[str, PromptStore]
+) -> dict[str, FrozenSet]:
+    return {
+        name: frozen_set(
+            spec, name, store=stores[name], fingerprint=prepared.sets[name].fingerprint
+        )
+        for name in spec.evaluation.sets
+    }

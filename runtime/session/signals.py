@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.clock import Clock
@@ -30,20 +31,46 @@ class Signals:
     _epoch: int
     _attached: Watch | None
     """None: a detached run needs nobody."""
-    _is_terminated: bool = False
+    _clock: Clock
+    _over_time: Callable[[], bool]
+    _terminated_at: float | None = None
+    """Monotonic, of the first SIGTERM."""
 
     @classmethod
     def of(
-        cls, root: RunRoot, *, epoch: int, detached: bool, detach_grace_s: float, clock: Clock
+        cls,
+        root: RunRoot,
+        *,
+        epoch: int,
+        detached: bool,
+        detach_grace_s: float,
+        clock: Clock,
+        over_time: Callable[[], bool] = lambda: False,
     ) -> Signals:
-        """The signals of one session."""
+        """The signals of one session.
+
+        Args:
+            root: the run.
+            epoch: the session's.
+            detached: it goes on when nobody is attached.
+            detach_grace_s: how long it waits for somebody otherwise.
+            clock: of this process.
+            over_time: the run's wall-clock bound has passed.
+        """
         watch = None if detached else Watch(clock, limit_s=detach_grace_s, again_s=1.0)
-        return cls(Control(root), epoch, watch)
+        return cls(Control(root), epoch, watch, clock, over_time)
 
     def on_signal(self, number: signal.Signals) -> None:
         """Remember a SIGTERM or SIGINT of the guard."""
         del number
-        self._is_terminated = True
+        if self._terminated_at is None:
+            self._terminated_at = self._clock.monotonic()
+
+    def grace_left_s(self, grace_s: float) -> float:
+        """Seconds of a grace that are left since SIGTERM came; all of it before."""
+        if self._terminated_at is None:
+            return grace_s
+        return grace_s - (self._clock.monotonic() - self._terminated_at)
 
     def retry_requested(self, failure_id: str) -> bool:
         """A person asked for one more try; using it up."""
@@ -54,8 +81,10 @@ class Signals:
         request = self._control.stop_request(self._epoch)
         if request is not None:
             return End(by=_BY_MODE[request.mode])
-        if self._is_terminated:
+        if self._terminated_at is not None:
             return End(by=EndedBy.SIGTERM)
+        if self._over_time():
+            return End(by=EndedBy.WALL_CLOCK)
         if self._attached is not None and self._attached.has_lapsed(self._control.attached()):
             return End(by=EndedBy.PARKED)
         return None

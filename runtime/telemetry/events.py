@@ -98,6 +98,10 @@ class Event(StrEnum):
         "publication.record_dropped",
         "A decision record could not be written; the publication itself stands.",
     )
+    PUBLICATION_KILL_FAILED = (
+        "publication.kill_failed",
+        "An engine that did not resume could not be ended; it gets no traffic.",
+    )
     PUBLICATION_FAILED = "publication.failed", "No engine was verified; the old policy stays."
     PUBLICATION_GROUP_LEFT_BEHIND = (
         "publication.group_left_behind",
@@ -121,6 +125,11 @@ class Event(StrEnum):
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
     EVALUATION_FINISHED = "evaluation.finished", "A result stands; metrics are here."
     EVALUATION_FAILED = "evaluation.failed", "Counts done, failed, untried, by error class."
+    EVALUATION_VOIDED = (
+        "evaluation.voided",
+        "An attempt went on past a final evaluation that had not started.",
+    )
+    EXPORT_FAILED = "export.failed", "No export could be written; the run ends without it."
     EXPORT_FINISHED = "export.finished", "A Hugging Face folder stands, verified."
 
     # Telemetry about itself

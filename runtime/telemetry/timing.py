@@ -65,6 +65,8 @@ class Stage(StrEnum):
     """Files and record, beside training."""
     UPLOAD = "upload", Cost.CHECKPOINT
     EVALUATE = "evaluate", Cost.EVALUATION
+    SNAPSHOT = "snapshot", Cost.CHECKPOINT
+    """The weights leave the trainer for a background evaluation: its whole stall for it."""
     EXPORT = "export", Cost.CHECKPOINT
     DRAIN = "drain", Cost.ORCHESTRATION
     BOUNDARY = "boundary", Cost.ORCHESTRATION

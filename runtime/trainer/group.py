@@ -54,6 +54,8 @@ class Placement:
     call_deadline_s: float = 3600.0
     """Of one call, an update included; collectives inside have the run's distributed timeout."""
     env: Mapping[str, str] | None = None
+    options: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    """Options of a rank's actor: which node it belongs on."""
 
 
 class TrainerGroup:
@@ -369,6 +371,7 @@ def _make_actor(
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": env},
+        **placement.options(rank),
     )
     return actor_class.remote(settings, rank, placement.ranks, epoch, on_start)
 

@@ -107,6 +107,7 @@ class RankServer:
         """
         # A pool thread starts with OpenMP's own idea of how many threads there are.
         torch.set_num_threads(self.backend.settings.threads)
+        self._ranks.enter_device()  # a thread begins with the first GPU
         return self._once(self._steps, operation, lambda: self._call(method, *args, **kwargs))
 
     def write_staged(self, operation: Operation, token: str, folder: str) -> list[str]:

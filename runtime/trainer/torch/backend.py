@@ -21,7 +21,7 @@ from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
-from runtime.trainer.torch.scorer import PackedScorer, load_scorer
+from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
 from runtime.trainer.torch.state import (
     KINDS,
     RNG_CPU,
@@ -64,6 +64,8 @@ class TorchTrainer:
             torch.use_deterministic_algorithms(True)
         scorer = self._load_scorer(model_path)
         weights = Weights(scorer, self.ranks, getattr(torch, settings.dtype))
+        if settings.compile:
+            compile_layers(scorer)
         self._machinery = Machinery(
             settings=settings,
             weights=weights,
@@ -81,13 +83,13 @@ class TorchTrainer:
         return _facts(scorer, weights, settings)
 
     def _load_scorer(self, path: str) -> PackedScorer:
+        joint = self.settings.joint_projections
         return load_scorer(
             path,
             temperature=self.settings.temperature,
             chunk=self.settings.head_chunk_tokens,
             activation_checkpointing=self.settings.activation_checkpointing,
-            compile_layers=self.settings.compile,
-            joint_projections=self.ranks.device.type == "cuda",
+            joint_projections=self.ranks.device.type == "cuda" if joint is None else joint,
         )
 
     def _load_reference(self, model_path: str) -> PackedScorer | None:
@@ -97,7 +99,10 @@ class TorchTrainer:
             return None
         scorer = self._load_scorer(self.settings.reference or model_path)
         scorer.requires_grad_(False)
-        return Weights.frozen(scorer, self.ranks, getattr(torch, self.settings.dtype))
+        Weights.frozen(scorer, self.ranks, getattr(torch, self.settings.dtype))
+        if self.settings.compile:
+            compile_layers(scorer)
+        return scorer
 
     @property
     def _ready(self) -> Machinery:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -71,7 +72,6 @@ def load_scorer(
     temperature: float,
     chunk: int,
     activation_checkpointing: bool,
-    compile_layers: bool,
     joint_projections: bool = False,
 ) -> PackedScorer:
     """Load an HF folder in fp32.
@@ -81,7 +81,6 @@ def load_scorer(
         temperature: log-probs are of the distribution at it.
         chunk: rows of logits that exist at one time.
         activation_checkpointing: recompute each layer in the backward pass.
-        compile_layers: with torch.compile, each layer by itself.
         joint_projections: q, k, v as one product, gate and up as another; pays on a GPU.
 
     Raises:
@@ -107,20 +106,25 @@ def load_scorer(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if joint_projections:
         fuse_projections(model)
-    if compile_layers:
-        _compile(scorer)
     return scorer
 
 
-def _compile(scorer: PackedScorer) -> None:
-    """Each layer and the last norm by themselves: one graph for all layers, no masks in it."""
+def compile_layers(scorer: PackedScorer) -> None:
+    """Each layer and the last norm by themselves: one graph for all layers, no masks in it.
+
+    Comes after sharding. What a sharded layer does around its forward pass, gathering and freeing
+    its weights, stays outside the graph.
+    """
     # Products with inputs that are cheap to make again (norms, the gated activation) need not keep
     # them from the forward pass: 7 of 36 GiB, at no cost that could be measured.
     functorch_config.ban_recompute_materialized_backward = False
     # A loaded model's modules are never changed, so looking at them before each call only costs.
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     for layer in scorer.layers:
-        layer.compile(options=options)
+        if isinstance(layer, FSDPModule):
+            layer.forward = torch.compile(layer.forward, options=options)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        else:
+            layer.compile(options=options)
     norm = getattr(scorer.causal_lm.base_model, "norm", None)
     if isinstance(norm, nn.Module):
         norm.compile(options=options)

@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from runtime import faults
 from runtime.errors import DiskFull, PartialWrite
 from runtime.trainer.protocol import StagedState
 
@@ -127,6 +128,8 @@ class Staging:
         stem = f"trainer-{record.rank:05d}-of-{record.world_size:05d}"
         try:
             save_file(copy.buffers, folder / f"{stem}.safetensors")
+            if faults.plan is not None:
+                faults.plan.reach("commit.save", folder / f"{stem}.safetensors")
             (folder / f"{stem}.json").write_text(record.model_dump_json())
             for name in (f"{stem}.safetensors", f"{stem}.json", ""):
                 _fsync(folder / name)

@@ -91,11 +91,13 @@ class Weights:
         ]
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights one by one, rounded to the dtype of the forward pass; collective."""
+        """Whole weights one by one, rounded to the dtype of the forward pass; collective.
+
+        At any time one weight exists whole beside the shards, whoever holds on to it aside.
+        """
         for name, param in zip(self.names, self.params, strict=True):
-            value = param.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            yield name, whole.to(self.dtype)
+            value = param.detach().to(self.dtype)  # before it travels: half the bytes
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     @property
     def num_parameters(self) -> int:

@@ -161,19 +161,56 @@ async def test_a_start_that_fails_is_raised_after_the_others_have_come_up(tasks)
     assert [house.state(0), house.state(1)] == [SlotState.STALE, SlotState.DEAD]
 
 
-async def test_three_misses_in_a_row_are_death_within_the_stated_time(tasks):
+@pytest.mark.parametrize(
+    ("settings", "limit_s"),
+    [
+        ({}, 35),
+        ({"interval_s": 30.0}, 95),
+        ({"interval_s": 30.0, "timeout_s": 30.0}, 95),
+        ({"misses": 5}, 55),
+        ({"misses": 1, "timeout_s": 4.0}, 15),
+        # No room for the promise: one probe alone may take longer.
+        ({"interval_s": 1.0, "timeout_s": 10.0}, 1 + 10 + 2 + 2),
+    ],
+)
+@pytest.mark.parametrize("phase", [0.0, 0.3, 0.9])
+async def test_a_hung_engine_is_dead_in_the_promised_time_whenever_it_hangs(
+    tasks, settings, limit_s, phase
+):
+    house = House(**settings)
+    await house.up(tasks)
+    made = HealthSettings(**settings)
+    await house.time.run_for(3 * made.interval_s + phase * made.interval_s)
+    house.server().mode = "hung"
+    hung_at = house.time.monotonic()
+    probes = len(house.server().probes)
+    while (Event.ENGINE_DIED, 0) not in house.events:
+        await house.time.run_for(0.25)
+    assert house.time.monotonic() - hung_at <= limit_s
+    assert len(house.server().probes) - probes == made.misses, "each with its whole limit"
+    await house.time.run_for(1)  # its process is ended, whoever is cancelled meanwhile
+    assert not house.servers["0-1"].exists
+    assert house.state(1) is SlotState.HEALTHY
+
+
+async def test_the_first_miss_makes_it_suspect(tasks):
     house = House()
     await house.up(tasks)
     house.server().mode = "hung"
-    hung_at = house.time.monotonic()
     await house.time.run_for(21)
     assert house.state() is SlotState.SUSPECT
-    while house.state() is SlotState.SUSPECT:
-        await house.time.run_for(0.5)
-    assert house.time.monotonic() - hung_at <= 10 + 3 * 10 + 1
-    await house.time.run_for(1)  # its process is ended, whoever is cancelled meanwhile
+
+
+async def test_an_exit_between_two_probes_of_a_round_is_seen_at_once(tasks):
+    house = House()
+    await house.up(tasks)
+    house.server().mode = "hung"
+    await house.time.run_for(15)
+    house.server().exists = False
+    await house.time.run_for(1.1)
     assert (Event.ENGINE_DIED, 0) in house.events
-    assert house.state(1) is SlotState.HEALTHY
+    await house.time.run_for(5)
+    assert house.state() is SlotState.STALE
 
 
 async def test_hung_engines_are_probed_at_the_same_time(tasks):
@@ -196,7 +233,7 @@ async def test_a_missed_probe_is_forgiven_by_the_next_answer(tasks):
     await house.time.run_for(20)
     assert house.state() is SlotState.HEALTHY
     house.server().mode = "hung"
-    await house.time.run_for(25)
+    await house.time.run_for(20)
     assert house.state() is SlotState.SUSPECT, "misses are counted anew"
 
 
@@ -256,6 +293,20 @@ async def test_three_restarts_an_hour_with_back_off_then_the_slot_stays_dead(tas
     await house.time.run_for(3600)
     assert house.state() is SlotState.STALE, "the hour has passed"
     assert house.monitor.lost_slots == []
+
+
+async def test_a_person_gives_a_slot_its_restarts_back(tasks):
+    house = House(backoff_s=5.0)
+    await house.up(tasks)
+    house.runners[0].failures = 100
+    house.server().exists = False
+    await house.time.run_for(300)
+    assert house.monitor.lost_slots == [0]
+    house.runners[0].failures = 0
+    house.monitor.renew()
+    assert house.monitor.lost_slots == []
+    await house.time.run_for(5)
+    assert house.state() is SlotState.STALE
 
 
 async def test_first_wait_comes_after_the_start_and_after_every_resume(tasks):

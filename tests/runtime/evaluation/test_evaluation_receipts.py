@@ -52,7 +52,7 @@ def test_a_life_from_request_to_result(tmp_path: Path) -> None:
     assert receipt(tmp_path).state == "requested"
     claim = receipts.claim_try(tmp_path, by="flow", time=101.0, number=0)
     assert claim is not None
-    assert claim[1].key == "letters/e1.u50/held_out#0"
+    assert claim[1].key.startswith("letters/e1.u50/held_out#0-")
     assert receipt(tmp_path).state == "submitted"
     receipts.start_try(tmp_path, 0, Started(time=102.0, host="h", pid=1, flow_run="fr"))
     assert receipt(tmp_path).state == "running"
@@ -100,7 +100,7 @@ def test_of_many_submitters_with_one_receipt_a_single_one_submits(tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert won == ["letters/e1.u50/held_out#0"]
+    assert [key.rpartition("-")[0] for key in won] == ["letters/e1.u50/held_out#0"]
     assert receipts.claim_try(tmp_path, by="late", time=2.0, number=number) is None
     assert receipt(tmp_path).next_try == 1
 

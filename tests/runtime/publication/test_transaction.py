@@ -217,6 +217,24 @@ def test_an_engine_that_cannot_be_ended_keeps_all_others_paused(house):
     anyio.run(main)
 
 
+def test_an_engine_that_neither_resumes_nor_dies_undoes_no_decision(house):
+    async def main():
+        home = house(2)
+        await home.publish(P1)
+        home.faults.plan[1, "resume"] = "refuse"
+        home.kill_error = RuntimeError("actor is stuck")
+        decision = await home.publish(P2)
+        assert home.publisher.published == P2
+        assert not home.publisher.is_halted
+        assert home.serves(home.engines[0], P2)
+        assert [v.slot for v in decision.verified] == [0]
+        (failed,) = decision.failed
+        assert (failed.slot, failed.stage, failed.killed) == (1, "resume", False)
+        assert [d.outcome for d in read_decisions(home.record_path)] == ["published"] * 2
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("error", [DiskFull("no space"), TrainerLost("rank 0 is gone")])
 def test_trouble_on_the_trainers_side_before_the_pause_touches_no_engine(house, error):
     async def main():

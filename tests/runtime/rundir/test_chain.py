@@ -110,6 +110,25 @@ def test_of_many_writers_at_once_one_wins(root: RunRoot) -> None:
     assert record.attempt == won[0]
 
 
+def test_an_owner_that_is_overtaken_just_before_its_link_is_superseded(
+    chain: Chain, root: RunRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it had looked at before, the name itself decides."""
+    rival = Chain(root)
+    rival.read()
+
+    def overtake(operation: str, path: Path) -> None:
+        if operation == "link":
+            monkeypatch.setattr(atomic, "probe", None)
+            rival.append(epoch(2, attempt=7))
+
+    chain.read()
+    monkeypatch.setattr(atomic, "probe", overtake)
+    with pytest.raises(FencedError):
+        chain.append(epoch(2))
+    assert Chain(root).read() == rival.seen
+
+
 def test_an_old_owner_stays_fenced_even_after_it_looked(chain: Chain, root: RunRoot) -> None:
     new = Chain(root)
     new.read()

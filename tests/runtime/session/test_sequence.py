@@ -1,5 +1,6 @@
 """The order at a boundary, and what every end does, with parts that only say they were used."""
 
+import signal
 from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -13,7 +14,7 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
-from runtime.errors import DiskFull, EvaluationFailed, PublicationFailed, RunError
+from runtime.errors import DiskFull, EngineDead, EvaluationFailed, PublicationFailed, RunError
 from runtime.policy import PolicyId
 from runtime.rundir.control import Control
 from runtime.session import sequence
@@ -44,6 +45,8 @@ class Sessions:
         self.left = num_prompts
         self.stalls_at: int | None = None
         self.stalled = anyio.Event()
+        self.has_person = False
+        """Somebody asks for another try of whatever failed."""
         self.staged: list[int] = []
         self.commit_failure: RunError | None = None
         self.view = SessionView.of(self.context)
@@ -51,9 +54,10 @@ class Sessions:
         self.control = Control(self.context.root)
         spec = self.context.spec
         signals = Signals.of(
-            self.context.root, epoch=1, detached=True, detach_grace_s=60.0, clock=self.clock
-        )
-        parts: Any = SimpleNamespace(
+            self.context.root, epoch=1, detached=True, detach_grace_s=60.0, clock=self.clock,
+            over_time=self.context.is_over_time,
+        )  # fmt: skip
+        self.parts = parts = SimpleNamespace(
             context=self.context,
             prepared=SimpleNamespace(model="m", fingerprint="f"),
             restored=update > 0,
@@ -71,11 +75,13 @@ class Sessions:
                 close=self._maker("close producer"),
             ),
             publishing=SimpleNamespace(
-                publish=self._publish, changing_weights=asynccontextmanager(self._weights)
+                publish=self._publish, changing_weights=asynccontextmanager(self._weights),
+                has_lost_engines=False, check_engines=self._check_engines,
             ),
             commits=self,
             evaluator=SimpleNamespace(
-                sets={"held": None}, outstanding=[], evaluate=self._evaluate, final=self._final
+                sets={"held": None}, outstanding=[], evaluate=self._evaluate, final=self._final,
+                settle=self._settle, ask_later=lambda policy: self._say(f"ask {policy.update}"),
             ),
             probe=SimpleNamespace(measure=self._probe),
             exporter=SimpleNamespace(export=self._export),
@@ -85,6 +91,10 @@ class Sessions:
                 detach_grace_s=60.0,
                 signals=signals,
                 view=self.view,
+                effects=SimpleNamespace(
+                    begin=lambda: self._say("hold"), asked=self._asked_again,
+                    end=lambda: self._say("hold over"),
+                ),
                 clock=self.clock,
                 sleep=self._sleep,
             ),
@@ -102,6 +112,7 @@ class Sessions:
                 lifecycle=SimpleNamespace(record=lambda *_, **__: None),
             ),
         )  # fmt: skip
+        self.signals = signals
         rules = EndRules(
             max_updates=self.context.plan.schedule.updates,
             data_updates=-(-num_prompts // 2),
@@ -139,8 +150,18 @@ class Sessions:
 
         return act
 
+    async def _check_engines(self) -> None:
+        if self.parts.publishing.has_lost_engines:
+            raise EngineDead("engine slots [0] are dead")
+
+    def _asked_again(self) -> None:
+        self.stalls_at = None
+        self.parts.publishing.has_lost_engines = False
+
     async def _sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        if self.has_person and self.view.failure is not None:
+            self.control.request_retry(self.view.failure.id)
         await anyio.lowlevel.checkpoint()
 
     async def _weights(self) -> Any:
@@ -171,6 +192,9 @@ class Sessions:
 
     async def _evaluate(self, name: str, policy: PolicyId, *, kind: str) -> None:
         self._say(f"evaluate {policy.update}")
+
+    async def _settle(self) -> None:
+        pass
 
     async def _final(self, policy: PolicyId, **_: object) -> None:
         self._say(f"final {policy.update}")
@@ -250,6 +274,18 @@ async def test_a_restored_session_makes_no_commit_0_and_evaluates_what_it_owes(
     assert sessions.said[:4] == ["publish 4", "evaluate 4", "admit 4", "train 5"]
 
 
+@pytest.mark.parametrize(("update", "commits"), [(0, 1), (4, 0)])
+async def test_a_final_stop_of_a_held_rendezvous_is_complete_with_a_commit(
+    tmp_path: Path, update: int, commits: int
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=6", update=update)
+    sessions.fail(f"publish {update}", *[PublicationFailed("no engine")] * 20)
+    sessions.stop("final")
+    assert await sessions.run() is EndedBy.STOP_FINAL
+    assert sessions.said.count("commit 0") == commits
+    assert "admit 0" not in sessions.said
+
+
 async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
     tmp_path: Path,
 ) -> None:
@@ -282,6 +318,35 @@ async def test_a_stop_interrupts_the_wait_commits_and_owes_nothing(tmp_path: Pat
     assert sessions.said[-3:] == ["end stop", "stage 3", "close producer"]
 
 
+async def engine_lost(sessions: Sessions) -> None:
+    await sessions.stalled.wait()
+    sessions.parts.publishing.has_lost_engines = True
+
+
+async def test_a_lost_engine_holds_the_wait_until_a_person_asks_for_another_try(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=5")
+    sessions.stalls_at = 3
+    sessions.has_person = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine_lost, sessions)
+        assert await sessions.run() is EndedBy.MAX_UPDATES
+    since = sessions.said.index("hold")
+    assert sessions.said[since : since + 3] == ["hold", "hold over", "train 4"]
+    assert sessions.seen[since][1] == "segment/4"
+
+
+async def test_a_wait_that_stays_held_is_parked_with_a_commit(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.stalls_at = 3
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine_lost, sessions)
+        assert await sessions.run() is EndedBy.PARKED
+    assert sessions.staged == [2, 3]
+    assert "hold over" not in sessions.said
+
+
 async def test_a_run_at_its_end_is_complete_whoever_stops_it_there(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path, "core.max_updates=2", EXPORTS, update=2)
     sessions.stop()
@@ -302,6 +367,66 @@ async def test_the_wall_clock_ends_it_off_cadence_with_all_that_is_owed(tmp_path
         assert await sessions.run() is EndedBy.WALL_CLOCK
     assert sessions.staged == [2, 3]
     assert sessions.said[-2:] == ["export 3", "final 3"]
+
+
+async def terminated(sessions: Sessions, *, waited_s: float = 0.0) -> EndedBy:
+    """SIGTERM while the fourth collection is waited for; ``waited_s`` of the grace go by."""
+    sessions.stalls_at = 3
+    async with anyio.create_task_group() as tasks:
+
+        async def terminate() -> None:
+            await sessions.stalled.wait()
+            sessions.signals.on_signal(signal.SIGTERM)
+            sessions.clock.advance(waited_s)
+
+        tasks.start_soon(terminate)
+        return await sessions.run()
+
+
+async def test_sigterm_without_resumption_commits_asks_and_exports(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.staged == [2, 3]
+    assert sessions.said[-4:] == ["stage 3", "close producer", "ask 3", "export 3"]
+
+
+async def test_sigterm_with_no_time_left_does_without_the_export(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    assert await terminated(sessions, waited_s=50.0) is EndedBy.SIGTERM
+    assert sessions.said[-1] == "ask 3"
+
+
+async def test_sigterm_of_a_run_that_will_be_resumed_owes_a_commit_alone(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS, 'launch.auto_resume="milepost"')
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.said[-2:] == ["stage 3", "close producer"]
+
+
+async def test_sigterm_without_a_commit_asks_for_nothing(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    sessions.fail("stage 3", *[DiskFull("full")] * 9)
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert not {"ask 3", "export 3"} & set(sessions.said)
+
+
+async def test_an_export_without_room_after_sigterm_stops_nothing(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, EXPORTS)
+    sessions.fail("export 3", DiskFull("full"))
+    assert await terminated(sessions) is EndedBy.SIGTERM
+    assert sessions.said[-2:] == ["ask 3", "export 3"]
+
+
+async def test_the_wall_clock_lets_a_held_step_go(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, "core.max_run_seconds=30", EXPORTS)
+    sessions.fail("publish 3", *[PublicationFailed("none verified")] * 9)
+    assert await sessions.run() is EndedBy.WALL_CLOCK
+    assert sessions.said[-2:] == ["export 3", "final 3"]
+
+
+async def test_a_run_at_its_end_is_not_stopped_by_the_wall_clock(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=2", "core.max_run_seconds=30", EXPORTS)
+    sessions.fail("export 2", *[DiskFull("full")] * 9)
+    assert await sessions.run() is EndedBy.PARKED  # detach_grace comes, the bound says nothing
 
 
 async def test_debug_exit_counts_from_the_update_that_was_restored(tmp_path: Path) -> None:

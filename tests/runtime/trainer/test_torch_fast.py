@@ -105,7 +105,7 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
     for joint in (False, True):
         scorer = load_scorer(
             str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
-            compile_layers=False, joint_projections=joint,
+            joint_projections=joint,
         )  # fmt: skip
         logprob, _ = scorer(row)
         logprob.sum().backward()
@@ -216,7 +216,7 @@ def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -
         units = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
     scorer = load_scorer(
         str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
-        compile_layers=False, joint_projections=True,
+        joint_projections=True,
     ).to("cuda", torch.bfloat16)  # fmt: skip
     found: list[tuple[Tensor, Tensor]] = []
     for takes_ragged in (False, True):

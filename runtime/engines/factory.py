@@ -1,0 +1,97 @@
+"""Which owner an engine slot gets, from the run file: for a session, and for an evaluation."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from configs.run import RunSpec
+from runtime.engines.embedded.owner import EmbeddedOwner
+from runtime.engines.embedded.settings import EngineSettings
+from runtime.engines.protocol import EngineOwner
+from runtime.engines.sglang.owner import SglangOwner
+from runtime.engines.sglang.settings import SglangSettings
+
+
+def engine_owner(
+    spec: RunSpec,
+    *,
+    model: str,
+    slot: int,
+    api_key: str,
+    log_path: Path,
+    threads: int,
+    host: str = "127.0.0.1",
+    scratch: Path | None = None,
+) -> EngineOwner:
+    """The owner of one slot; nothing is started yet.
+
+    Args:
+        spec: the run file; ``rollout.engine`` says which engine.
+        model: HF folder it starts with.
+        slot: its number, from 0.
+        api_key: of every call. The ports stay on loopback; it keeps other users of the machine out.
+        log_path: the server's stderr is appended here.
+        threads: of its arithmetic, on CPU.
+        host: address it listens on.
+        scratch: local folder for what a server keeps while it lives; None: the temporary one.
+    """
+    rollout = spec.rollout
+    if rollout.engine == "sglang":
+        return _sglang(
+            spec,
+            SglangSettings(
+                model_path=model,
+                host=host,
+                python=str(rollout.engine_python or sys.executable),
+                api_key=SecretStr(api_key),
+                device="cuda" if spec.launch.gpus_per_replica else "cpu",
+                dtype=spec.model.dtype,
+                tensor=rollout.tensor,
+                max_running_requests=rollout.max_running_requests,
+                waiting_timeout_s=rollout.waiting_deadline,
+                running_timeout_s=rollout.running_deadline,
+                watchdog_timeout_s=rollout.engine_watchdog_timeout,
+                seed=spec.seed + slot,
+                threads=threads,
+                args=dict(rollout.engine_args),
+            ),
+            slot=slot,
+            log_path=log_path,
+            scratch=scratch or Path(tempfile.gettempdir()),
+        )
+    settings = EngineSettings.model_validate(
+        {
+            "model_path": model,
+            "host": host,
+            "dtype": spec.model.dtype,
+            "api_key": SecretStr(api_key),
+            "max_running_requests": rollout.max_running_requests,
+            "waiting_timeout_s": rollout.waiting_deadline,
+            "running_timeout_s": rollout.running_deadline,
+            "seed": spec.seed + slot,
+            "torch_threads": threads,
+            **rollout.engine_args,
+        }
+    )
+    return EmbeddedOwner(
+        slot=slot,
+        settings=settings,
+        log_path=str(log_path),
+        start_deadline_s=rollout.engine_start_deadline,
+    )
+
+
+def _sglang(
+    spec: RunSpec, settings: SglangSettings, *, slot: int, log_path: Path, scratch: Path
+) -> SglangOwner:
+    return SglangOwner(
+        slot=slot,
+        settings=settings,
+        log_path=str(log_path),
+        scratch=str(scratch),
+        start_deadline_s=spec.rollout.engine_start_deadline,
+    )

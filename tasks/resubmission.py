@@ -1,0 +1,79 @@
+"""Walking known runs for evaluations that are owed, and showing what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_UI_URL
+
+from runtime.clock import SystemClock
+from runtime.errors import RunError
+from runtime.evaluation.submission import Row, Rules, submit_due
+from runtime.rundir.known import known_roots, run_folders
+from runtime.rundir.layout import RunRoot
+from tasks.display import only_display
+from tasks.jobs import DeploymentJobs
+
+TABLE = "evaluations"
+
+
+@task(name="find runs")
+def find_runs(runs: Sequence[Path]) -> list[RunRoot]:
+    """Output roots to walk: those named, or all in the folders where runs are known to lie."""
+    found = list(known_roots(list(runs) or run_folders()))
+    get_run_logger().info("%d runs: %s", len(found), ", ".join(str(root.path) for root in found))
+    return found
+
+
+@task(name="submit due", task_run_name="submit due of {root.path.name}")
+def submit_run(root: RunRoot, *, force: bool, first_delay_s: float) -> list[Row]:
+    """Submit what is due of one run; a run that cannot be read costs the others nothing."""
+    rules = Rules(by=f"resubmission {flow_run.id}", force=force, first_delay_s=first_delay_s)
+    try:
+        return submit_due(root, DeploymentJobs(), rules, clock=SystemClock())
+    except (RunError, OSError) as error:
+        get_run_logger().error("%s: %s", root.path, error)
+        return []
+
+
+@task(name="show table")
+def show_table(rows: list[Row]) -> str:
+    """The table of this pass, and one sentence about it."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.verdict] = counts.get(row.verdict, 0) + 1
+    said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    with only_display("the table of evaluations"):
+        create_table_artifact(table=[_as_line(row) for row in rows], key=TABLE, description=said)
+    return said or "nothing is owed"
+
+
+def _as_line(row: Row) -> dict[str, object]:
+    receipt = row.receipt
+    return {
+        "run": receipt.request.run,
+        "update": receipt.update,
+        "set": receipt.request.set,
+        "kind": receipt.request.kind,
+        "state": receipt.state,
+        "reason": receipt.reason or (receipt.error.message[:200] if receipt.error else ""),
+        "tries": len(receipt.tries),
+        "next try": _when(receipt.next_try_at),
+        "pass": f"{row.verdict}: {row.why}",
+        "link": _link(row.job),
+    }
+
+
+def _when(moment: float | None) -> str:
+    return "" if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%H:%M:%S UTC")
+
+
+def _link(job: str | None) -> str:
+    base = PREFECT_UI_URL.value()
+    return "" if job is None else f"{base}/runs/flow-run/{job}" if base else job
