@@ -49,6 +49,8 @@ def _serving(spec: RunSpec) -> Iterator[_Gap]:
         yield "rollout.function", rollout.function, "multi-turn rollout functions"
     if rollout.filter not in ("off", "equal_rewards"):
         yield "rollout.filter", rollout.filter, "filters by import path"
+    if rollout.colocated and (rollout.engines > 1 or rollout.tensor > 1):
+        yield "rollout.engines", rollout.engines, "several engines on the trainer's GPUs"
     if core.publication_transport == "p2p":
         yield "core.publication_transport", core.publication_transport, "this transport"
     services = {"code", "judge", "http", "instructions"}

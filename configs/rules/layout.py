@@ -189,20 +189,12 @@ def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             because="memory is shared within one machine",
             allowed='"broadcast", or "disk" on a shared file system',
         )
-    if rollout.colocated and on_gpus and transport in ("auto", "broadcast"):
+    if rollout.colocated and on_gpus and transport == "broadcast":
         yield refused(
             "core.publication_transport",
             "rollout.colocated",
             because="two ranks of one collective cannot share a GPU",
             allowed='"ipc" or "disk"',
-        )
-    if rollout.colocated and on_gpus and (rollout.engines > 1 or rollout.tensor > 1):
-        yield refused(
-            "rollout.colocated",
-            "rollout.engines",
-            "rollout.tensor",
-            because="one engine shares the one GPU of a trainer; more GPUs are divided",
-            allowed="one engine with tensor = 1, or colocated = false",
         )
 
 
