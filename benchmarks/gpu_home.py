@@ -230,7 +230,7 @@ def _owner(arguments: argparse.Namespace, folder: Path) -> SglangOwner | Embedde
         return EmbeddedOwner(
             slot=0,
             settings=EngineSettings(model_path=arguments.model, dtype="float32"),
-            log_path=str(folder / "engine.log"),
+            log_path=_log_path(arguments, folder),
         )
     on_gpu = torch.cuda.is_available()
     settings = SglangSettings(
@@ -242,5 +242,10 @@ def _owner(arguments: argparse.Namespace, folder: Path) -> SglangOwner | Embedde
         args=arguments.engine_args,
     )
     return SglangOwner(
-        slot=0, settings=settings, log_path=str(folder / "engine.log"), scratch=str(folder)
+        slot=0, settings=settings, log_path=_log_path(arguments, folder), scratch=str(folder)
     )
+
+
+def _log_path(arguments: argparse.Namespace, folder: Path) -> str:
+    """Beside the figures, where it outlives the run."""
+    return str((arguments.out.parent if arguments.out is not None else folder) / "engine.log")

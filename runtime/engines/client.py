@@ -115,7 +115,7 @@ class HttpEngineClient:
         failure = classify(status, answer)
         if failure is not None:
             raise failure
-        return generations(answer, n=request.n)
+        return generations(answer, n=request.n, router=request.router)
 
     async def abort(self, rid: str | None) -> None:
         """Abort one call, or everything with None. Unknown ids are no error."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Span
 from runtime.policy import PolicyId
 
@@ -46,6 +47,8 @@ class GenerateRequest:
     n: int = 1
     salt: str | None = None
     """Prefix-cache key, the policy id where the engine takes one."""
+    router: RouterShape | None = None
+    """Ask which experts read each token; the model's shape, by which the answer is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Generation:
     abort_message: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    routed: RoutedExperts | None = None
+    """Choices of experts for prompt and response; None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

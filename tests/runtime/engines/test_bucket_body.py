@@ -60,7 +60,7 @@ def read(text: str):
     """Read a body as its receiver does, with stand-ins for the receiver's own names."""
     allowed = {
         ("torch", "Tensor"): torch.Tensor,
-        ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+        ("torch.storage", "TypedStorage"): torch.TypedStorage,
         ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): lambda *fields: fields,
         ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): Metadata,
     }
@@ -83,7 +83,7 @@ def test_a_reader_finds_every_tensor_where_it_lies(made):
     found = read(text)
     fields = found["flattened_tensor"]
     assert fields == (
-        torch.Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8,
+        torch.Tensor, (bucket.num_bytes,), (1,), 0, torch.TypedStorage, torch.uint8,
         HANDLE.device, HANDLE.handle, HANDLE.storage_bytes, HANDLE.storage_offset, False,
         HANDLE.ref_counter, HANDLE.ref_counter_offset, HANDLE.event, True,
     )  # fmt: skip
