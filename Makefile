@@ -8,7 +8,7 @@ STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test test-outage test-evaluations venv-sglang check fmt
+.PHONY: venv run test test-sglang test-outage test-evaluations venv-sglang check fmt
 
 venv: $(STAMP)
 
@@ -31,9 +31,14 @@ $(STAMP_SGLANG): constraints-sglang.txt
 	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
 	$(VENV_SGLANG)/bin/python -m pip install --quiet -c constraints-sglang.txt torch
 	$(VENV_SGLANG)/bin/python -m pip install --quiet --no-deps -r constraints-sglang.txt
-	echo "$(CURDIR)/runtime/engines/sglang/cpu" > $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
-	echo "import sglang_cpu_shim" >> $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
+	printf '%s\nimport sglang_cpu_shim\n' "$(CURDIR)/runtime/engines/sglang/cpu" > "$$($(VENV_SGLANG)/bin/python \
+		-c 'import sysconfig; print(sysconfig.get_path("purelib"))')/milepost_cpu.pth"
 	touch $(STAMP_SGLANG)
+
+# The contract suite, deaths and the laptop task on the real SGLang server. Nothing in it skips.
+test-sglang: $(STAMP) $(STAMP_SGLANG)
+	MILEPOST_REQUIRE_SGLANG=1 MILEPOST_SGLANG_PYTHON=$(VENV_SGLANG)/bin/python \
+		$(BIN)/python -m pytest -m sglang
 
 test-outage: $(STAMP)
 	$(BIN)/python -m pytest -m outage

@@ -42,6 +42,7 @@ class Home:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.folder = folder
+        self.pause = arguments.pause
         self.clock = SystemClock()
         self.pool = EnginePool(1, clock=self.clock)
         self.decisions: list[Decision] = []
@@ -117,7 +118,10 @@ class Home:
             raise RuntimeError(f"the engine failed in a benchmark: {reason}")
 
         return Publisher(
-            transport=transport, kill=kill, record_path=self.folder / f"{transport.name}.jsonl"
+            transport=transport,
+            kill=kill,
+            record_path=self.folder / f"{transport.name}.jsonl",
+            pause=self.pause,
         )
 
     async def transports(self, rounds: int) -> dict[str, Any]:

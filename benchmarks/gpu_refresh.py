@@ -198,6 +198,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument(
+        "--pause", choices=("in_place", "retract", "abort"), default="in_place",
+        help="of engines with per-token spans; others always abort and continue",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--cpu", action="store_true")

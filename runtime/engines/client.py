@@ -23,7 +23,7 @@ from runtime.engines.protocol import (
     TensorSpec,
 )
 from runtime.engines.shared import SharedBucket
-from runtime.engines.wire import generate_body, generations
+from runtime.engines.wire import aborted_early, generate_body, generations
 from runtime.errors import (
     ContractViolation,
     EngineRefused,
@@ -112,6 +112,8 @@ class HttpEngineClient:
                 rid=request.rid,
                 url=self._url,
             ) from error
+        if (early := aborted_early(status, answer, request)) is not None:
+            return early
         failure = classify(status, answer)
         if failure is not None:
             raise failure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -37,32 +36,20 @@ def engine_owner(
         log_path: the server's stderr is appended here.
         threads: of its arithmetic, on CPU.
         host: address it listens on.
-        scratch: local folder for what a server keeps while it lives; None: the temporary one.
+        scratch: a short folder on its host's disk for what a server keeps while it lives; None, or
+            one that is not there: the temporary folder.
     """
-    rollout = spec.rollout
-    if rollout.engine == "sglang":
-        return _sglang(
-            spec,
-            SglangSettings(
-                model_path=model,
-                host=host,
-                python=str(rollout.engine_python or sys.executable),
-                api_key=SecretStr(api_key),
-                device="cuda" if spec.launch.gpus_per_replica else "cpu",
-                dtype=spec.model.dtype,
-                tensor=rollout.tensor,
-                max_running_requests=rollout.max_running_requests,
-                waiting_timeout_s=rollout.waiting_deadline,
-                running_timeout_s=rollout.running_deadline,
-                watchdog_timeout_s=rollout.engine_watchdog_timeout,
-                seed=spec.seed + slot,
-                threads=threads,
-                args=dict(rollout.engine_args),
-            ),
+    if spec.rollout.engine == "sglang":
+        return SglangOwner(
             slot=slot,
-            log_path=log_path,
-            scratch=scratch or Path(tempfile.gettempdir()),
+            settings=_sglang_settings(
+                spec, model=model, slot=slot, api_key=api_key, threads=threads, host=host
+            ),
+            log_path=str(log_path),
+            scratch=None if scratch is None else str(scratch),
+            start_deadline_s=spec.rollout.engine_start_deadline,
         )
+    rollout = spec.rollout
     settings = EngineSettings.model_validate(
         {
             "model_path": model,
@@ -85,13 +72,23 @@ def engine_owner(
     )
 
 
-def _sglang(
-    spec: RunSpec, settings: SglangSettings, *, slot: int, log_path: Path, scratch: Path
-) -> SglangOwner:
-    return SglangOwner(
-        slot=slot,
-        settings=settings,
-        log_path=str(log_path),
-        scratch=str(scratch),
-        start_deadline_s=spec.rollout.engine_start_deadline,
+def _sglang_settings(
+    spec: RunSpec, *, model: str, slot: int, api_key: str, threads: int, host: str
+) -> SglangSettings:
+    rollout = spec.rollout
+    return SglangSettings(
+        model_path=model,
+        python=str(rollout.engine_python or sys.executable),
+        host=host,
+        api_key=SecretStr(api_key),
+        device="cuda" if spec.launch.gpus_per_replica else "cpu",
+        dtype=spec.model.dtype,
+        tensor=rollout.tensor,
+        max_running_requests=rollout.max_running_requests,
+        waiting_timeout_s=rollout.waiting_deadline,
+        running_timeout_s=rollout.running_deadline,
+        watchdog_timeout_s=rollout.engine_watchdog_timeout,
+        seed=spec.seed + slot,
+        threads=threads,
+        args=dict(rollout.engine_args),
     )

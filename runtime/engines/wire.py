@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Span
-from runtime.engines.answers import classify
+from runtime.engines.answers import classify, message_of
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
@@ -75,6 +75,25 @@ def generations(answer: object, *, n: int, router: RouterShape | None = None) ->
             f"an answer of /generate is not what the contract says: {error!r}",
             answer=str(samples)[:500],
         ) from error
+
+
+def aborted_early(status: int, body: object, request: GenerateRequest) -> list[Generation] | None:
+    """What an abort leaves of a request that had not reached the decoder; None for other answers.
+
+    SGLang answers such a one with an error that names it, instead of with partial responses.
+    """
+    if status not in (400, 499) or message_of(body) != f"Request {request.rid} was aborted":
+        return None
+    nothing = Generation(
+        token_ids=(),
+        logprobs=(),
+        spans=(),
+        prefill=PolicyId(0, 0),  # of nobody: nothing was read
+        finish="abort",
+        abort_message="Aborted",
+        prompt_tokens=len(request.input_ids),
+    )
+    return [nothing] * request.n
 
 
 def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Generation:

@@ -142,6 +142,12 @@ class IpcTransport:
         self._buckets.clear()
         await anyio.to_thread.run_sync(self._scratch.close)
 
+    async def _load_one(
+        self, target: Target, index: int, bucket: SharedBucket, flush: bool
+    ) -> None:
+        with self._diagnostics.step("load", target=target, bucket=index):
+            await target.client.update_from_shared(bucket, flush=flush)
+
     async def _load(
         self,
         place: Place,
@@ -158,12 +164,16 @@ class IpcTransport:
         try:
             async with Wait(f"engine {target.slot} to load {len(buckets)} buckets", deadline_s):
                 await self._sessions.begin(target)
-                for index, bucket in enumerate(buckets):
-                    at = f"bucket {index} of {len(buckets)} at place {place.number}"
-                    last = index == len(buckets) - 1
-                    with self._diagnostics.step("load", target=target, bucket=index):
-                        await target.client.update_from_shared(bucket, flush=flush and last)
+                at = f"the buckets of place {place.number}"
+                # Side by side: an engine takes one after the other, and no answer is waited for
+                # between them. The last one comes alone, since it may flush the cache.
+                async with anyio.create_task_group() as tasks:
+                    for index, bucket in enumerate(buckets[:-1]):
+                        tasks.start_soon(self._load_one, target, index, bucket, False)
+                await self._load_one(target, len(buckets) - 1, buckets[-1], flush)
                 await self._sessions.end(target)
+        except ExceptionGroup as group:
+            error = first_error(group)
         except Exception as exc:  # one engine's failure is an outcome, whatever its client raised
             error = exc
         if error is None or isinstance(error, EngineRefused):
@@ -175,3 +185,9 @@ class IpcTransport:
             elapsed_s=anyio.current_time() - start,
             kind="" if error is None else type(error).__name__,
         )
+
+
+def first_error(group: ExceptionGroup[Exception]) -> Exception:
+    """The first that is no group itself."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, ExceptionGroup) else error

@@ -7,8 +7,9 @@ pause      flush  why it is right
 =========  =====  =========================================================================
 in_place   no     running requests go on over their old prefix: a mixed-policy response, whose
                   spans the engine reports; the engine forgets every prefix that old weights made
-retract    no     running requests give up their place, and the new weights read prompt and partial
-                  again: exact, and dearer; a waiting request keeps a cache from being flushed
+retract    no     running requests give up their place and read prompt and partial again under
+                  the new weights: exact, and dearer; the engine forgets as above, for nothing
+                  can be flushed beside a waiting request
 abort      no     nothing runs any more, and the engine forgets such prefixes
 abort      yes    nothing runs any more, and nothing is left in the cache
 =========  =====  =========================================================================

@@ -62,7 +62,7 @@ def make_engines(
     recorder: Recorder,
     nodes: Nodes | None = None,
     *,
-    scratch: Path,
+    scratch: Path | None = None,
 ) -> Engines:
     """Slots of the run file, on their nodes; nothing is started yet.
 
@@ -70,8 +70,9 @@ def make_engines(
         context: of the session.
         prepared: the model to serve.
         recorder: hears what becomes of engines and gate.
-        nodes: where they run; None: all here.
-        scratch: a short folder on local disk for what a server keeps while it lives.
+        nodes: of the attempt; None: this host.
+        scratch: a short folder on local disk for what a server keeps while it lives; None: the
+            temporary folder.
     """
     nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock

@@ -361,6 +361,8 @@ def _make_actor(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **({"GLOO_SOCKET_IFNAME": "lo"} if placement.host == LOOPBACK else {}),
+        # As SGLang sets it: the two sides of one communicator map memory in the same way.
+        **({"NCCL_CUMEM_ENABLE": "0"} if placement.gpus_per_rank else {}),
         **(placement.env or {}),
     }
     groups = {"step": 1, "write": 1, "watch": 1, "aside": 1}

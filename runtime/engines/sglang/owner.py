@@ -60,7 +60,8 @@ class SglangOwner:
     log_path: str
     """Everything the server's processes write; bounded (``BoundedLog``)."""
     scratch: str | None = None
-    """Where its private folder is made; None: the temporary folder. Sockets want a short path."""
+    """Where its private folder is made. Sockets want a short path. None, or a folder that is not
+    on this host: the temporary folder."""
     start_deadline_s: float = START_DEADLINE_S
     _process: Any = field(default=None, init=False, repr=False)
     _log: BoundedLog | None = field(default=None, init=False, repr=False)
@@ -79,7 +80,10 @@ class SglangOwner:
         deadline = time.monotonic() + stretched("readiness", self.start_deadline_s)
         self._log = BoundedLog(Path(self.log_path))
         begin = self._log.size()
-        self._private = tempfile.mkdtemp(prefix=f"e{self.slot}-", dir=self.scratch)
+        is_here = self.scratch is not None and Path(self.scratch).is_dir()
+        self._private = tempfile.mkdtemp(
+            prefix=f"e{self.slot}-", dir=self.scratch if is_here else None
+        )
         make_private(Path(self._private))
         try:
             port = self._spawn(self._log, begin, deadline)
