@@ -8,14 +8,14 @@ STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test test-sglang test-outage test-evaluations venv-sglang check fmt
+.PHONY: venv venv-sglang run test test-sglang test-outage test-evaluations drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,launch,dev]'
 	touch $(STAMP)
 
 run: $(STAMP)
@@ -23,6 +23,15 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+drill: $(STAMP)
+	$(BIN)/milepost drill --kills 100
+
+drill-short: $(STAMP)
+	$(BIN)/milepost drill --kills 4 --updates 12
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.faults.mutants
 
 # The SGLang server has an environment of its own: it pins what the run's does not.
 venv-sglang: $(STAMP_SGLANG)

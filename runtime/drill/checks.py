@@ -139,9 +139,9 @@ def _files(job: Job, records: Sequence[Record], problems: list[str]) -> None:
     problems += [f"{name} lies about without a commit" for name in sorted(there - known)]
     problems += damage(root, history.standing_commits(tuple(records))[-1])
     for path in sorted(root.path.rglob("*")):
-        if path.name.startswith(".") and path.name.endswith(".tmp"):
+        if path.name.startswith("."):
             problems.append(f"{path.relative_to(root.path)} was left half-written")
-        elif path.suffix == ".json" and not path.name.startswith("."):
+        elif path.suffix == ".json":
             try:
                 json.loads(path.read_bytes())
             except ValueError as error:

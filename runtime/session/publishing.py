@@ -81,9 +81,9 @@ class Publishing:
                 )
             except Exception:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
-                # The monitor was paused: the retry would meet an engine that has died meanwhile,
-                # and its tries are over before the next look.
-                await self.monitor.bury_exited()
+                # The monitor was paused: the retry would meet an engine that has died or hangs
+                # since, and its tries are over before the next look or round.
+                await self.monitor.bury_lost()
                 raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)

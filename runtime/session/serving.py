@@ -239,7 +239,8 @@ def make_producer(
         pool=engines.pool,
         gate=engines.gate,
         function=SingleTurn(decode=load_decoder(Path(decode_folder))),
-        judge=verifiers,
+        # Without a verifier there is nobody to ask: only a teacher tells (OPD).
+        judge=verifiers if _has_rewards(spec) else None,
         budget=SkipBudget(
             spec.reward.skip_budget,
             len(stores[""]) * spec.data.epochs,
@@ -251,6 +252,10 @@ def make_producer(
     return Producer(
         settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock
     )
+
+
+def _has_rewards(spec: RunSpec) -> bool:
+    return spec.reward.verifier is not None or spec.data.verifier_field is not None
 
 
 def make_evaluator(

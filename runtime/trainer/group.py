@@ -158,6 +158,10 @@ class TrainerGroup:
         """Pack the current weights for engines of rank 0's machine (``publication.ipc``)."""
         return (await self._step("share_weights", place, folder, kinds))[0]
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return (await self._step("write_adapter", folder))[0]
+
     # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
 
     async def describe(self, kinds: frozenset[WeightHash] = ONLY_SHA256) -> Description:
@@ -184,7 +188,7 @@ class TrainerGroup:
         """See TrainerHandle."""
         return await self._step("stage")
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
         """See TrainerHandle.
 
         A rank that cannot write (disk full) fails this call and nothing else: no collective runs in
@@ -196,8 +200,8 @@ class TrainerGroup:
                 _Call(actor, "write_staged", (operation, copy.token, folder))
                 for actor, copy in zip(self._actors, staged, strict=True)
             ]
-            names = await self._call(calls, "write_staged", is_collective=False)
-        return [name for part in names for name in part]
+            written = await self._call(calls, "write_staged", is_collective=False)
+        return {name: digest for part in written for name, digest in part.items()}
 
     async def restore(self, folder: str) -> dict[str, object]:
         """See TrainerHandle."""

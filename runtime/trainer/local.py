@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,11 +80,15 @@ class LocalGroup:
         """Pack the current weights for engines of this machine (``publication.ipc``)."""
         return await self._step("share_weights", place, folder, kinds)
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return await self._step("write_adapter", folder)
+
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""
         return [await self._step("stage")]
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
         """See TrainerHandle."""
         (only,) = staged
         return await anyio.to_thread.run_sync(self._server.backend.write_staged, only.token, folder)

@@ -377,7 +377,13 @@ def test_protection_with_commits_and_resumption_is_no_warning(load: Load) -> Non
 def test_presets_break_no_rule() -> None:
     presets = sorted(Path("configs/presets").glob("*.toml"))
     assert [path.stem for path in presets] == [
-        "dev", "laptop-sglang", "laptop", "node", "three-node",
-    ]  # fmt: skip
+        "dev",
+        "laptop-lora",
+        "laptop-opd",
+        "laptop-sglang",
+        "laptop",
+        "node",
+        "three-node",
+    ]
     for path in presets:
         assert load_run(path).warnings == (), path

@@ -76,7 +76,7 @@ class Monitor:
         self.exited: list[int] = []
         self.bury: Callable[[int], None] = lambda _slot: None
 
-    async def bury_exited(self) -> list[int]:
+    async def bury_lost(self) -> list[int]:
         buried, self.exited = self.exited, []
         for slot in buried:
             self.bury(slot)
