@@ -40,6 +40,7 @@ from runtime.rollout.functions import SingleTurn
 from runtime.rollout.gate import AdmissionGate
 from runtime.rollout.parts import ProducerParts
 from runtime.rollout.producer import Producer
+from runtime.rollout.requests import most_telling
 from runtime.rollout.settings import ProducerSettings
 from runtime.trainer.advantages import group_advantages
 from runtime.trainer.protocol import TrainBatch
@@ -180,7 +181,8 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
             try:
                 found[name] = await stages[name]()
             except Exception as error:  # the figures of the other parts are worth having
-                found[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
+                first = most_telling([error])
+                found[name] = {"error": f"{type(first).__name__}: {first}"[:2000]}
             found[f"{name}_took_s"] = round(time.monotonic() - began, 1)
             if arguments.out is not None:
                 arguments.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -206,8 +206,8 @@ async def test_disk_update_serves_the_new_weights(engine_server: RunningEngine, 
         },
     )
     sums = await engine_checksums(engine_server)
-    assert sums == checksums(tensors(models, "b".items()))
-    assert before == checksums(tensors(models, "a".items()))
+    assert sums == checksums(tensors(models, "b").items())
+    assert before == checksums(tensors(models, "a").items())
     sample = (await engine_server.post("/generate", generate(return_logprob=True))).body
     assert sample["meta_info"]["weight_version"] == "v1"
     found = torch.tensor([t[0] for t in sample["meta_info"]["output_token_logprobs"]])
