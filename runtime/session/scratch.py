@@ -1,4 +1,4 @@
-"""The private folder on local disk that an attempt's Ray works in. Knows no Ray: the guard cleans up."""
+"""The private folder an attempt's Ray works in. Knows no Ray itself: the guard cleans up, too."""
 
 from __future__ import annotations
 
