@@ -47,10 +47,8 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
 
 def _serving(spec: RunSpec) -> Iterator[_Gap]:
     core, rollout = spec.core, spec.rollout
-    if rollout.tensor > 1:
-        yield "rollout.tensor", rollout.tensor, "tensor-parallel engines"
-    if rollout.colocated:
-        yield "rollout.colocated", True, "engines on the trainer's GPUs"
+    if rollout.colocated and spec.launch.replicas * spec.launch.gpus_per_replica > 1:
+        yield "rollout.colocated", True, "engines on the trainer's GPUs, but for a run of one GPU"
     if rollout.function is not None:
         yield "rollout.function", rollout.function, "multi-turn rollout functions"
     if rollout.filter not in ("off", "equal_rewards"):

@@ -235,6 +235,14 @@ class EngineClient(Protocol):
         """Checksum of every weight it holds, by HF name (``runtime.publication.checksum``)."""
         ...
 
+    async def release_memory(self) -> None:
+        """Give the GPU memory back, under a pause by abort; the weights are gone."""
+        ...
+
+    async def resume_memory(self) -> None:
+        """Take it again; only a publication makes the engine serve."""
+        ...
+
     async def close(self) -> None:
         """Close idle connections."""
         ...

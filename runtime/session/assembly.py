@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from configs.topology import Topology
 from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.identity import RunIdentity, differences
@@ -176,7 +177,7 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
                 ),
                 Placement(
                     ranks=ranks,
-                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
+                    gpus_per_rank=_gpus_per_rank(context.plan.topology),
                     host=nodes.address(nodes.trainer_node(0, ranks)),
                     options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
                 ),
@@ -190,6 +191,13 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
         with timing.stage(Stage.PREPARE):
             made.append(await prepare(context.attempt))
     return made[0], started[0]
+
+
+def _gpus_per_rank(topology: Topology) -> float:
+    """What Ray counts for a rank; a GPU that is shared with an engine counts half."""
+    if not topology.trainer_gpus:
+        return 0.0
+    return 0.5 if topology.colocated else 1.0
 
 
 async def _load_and_start(
@@ -294,6 +302,7 @@ async def _session(
         mode="drain" if spec.core.publication_mode == "drain" else "refresh",
         drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
+        sleeps=spec.rollout.sleep,
     )
     async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(

@@ -47,15 +47,25 @@ class Publishing:
     mode: PublicationMode
     drain_deadline_s: float
     lifecycle: LifecycleLog
+    sleeps: bool = False
+    """Engines give their memory back while the trainer makes an update."""
     _weights: anyio.Lock = field(default_factory=anyio.Lock, init=False)
     _trainer_at: PolicyId | None = field(default=None, init=False)
     """The published policy while the trainer holds exactly it, otherwise None."""
+    _asleep: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]], init=False)
+    """Incarnations without memory; the monitor is paused while there are any."""
 
     @asynccontextmanager
     async def changing_weights(self) -> AsyncGenerator[None, None]:
-        """Held while the trainer makes an update: its weights are no published policy then."""
+        """Held while the trainer makes an update: its weights are no published policy then.
+
+        Where engines sleep, they have given their memory back when this is entered, and get it
+        again in the next publication, the only thing that can make them serve.
+        """
         async with self._weights:
             self._trainer_at = None
+            if self.sleeps:
+                await self._lull()
             yield
 
     async def publish(self, policy: PolicyId) -> Decision:
@@ -67,6 +77,7 @@ class Publishing:
         """
         self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
         async with self._weights, self.gate.publication():
+            await self._wake()
             engines = await self._some_engines()
             self.monitor.pause()
             try:
@@ -100,6 +111,36 @@ class Publishing:
             stages_s=dict(decision.stages_s),
         )
         return decision
+
+    async def _lull(self) -> None:
+        """Have every engine end what it generates and give its memory back."""
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in self._asleep:
+                continue  # an update that is tried again
+            if not self._asleep:
+                self.monitor.pause()
+            self._asleep.add((engine.slot, engine.incarnation))
+            try:
+                await engine.client.pause("abort")
+                await engine.client.release_memory()
+            except RunError as error:
+                # It holds memory that the trainer needs now.
+                reason = f"did not give its memory back: {error.message}"
+                await self.monitor.kill(engine.slot, engine.incarnation, reason)
+
+    async def _wake(self) -> None:
+        """Give sleeping engines their memory; whoever cannot take it fails in the publication."""
+        asleep, self._asleep = self._asleep, set()
+        if not asleep:
+            return
+        self.monitor.resume()
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in asleep:
+                try:
+                    await engine.client.resume_memory()
+                except RunError as error:
+                    reason = f"did not get its memory again: {error.message}"
+                    await self.monitor.kill(engine.slot, engine.incarnation, reason)
 
     async def mend_for_ever(self) -> None:
         """Bring restarted engines to the published policy, until cancelled.

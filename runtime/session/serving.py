@@ -15,7 +15,7 @@ from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
-from runtime.engines.factory import engine_owner
+from runtime.engines.factory import engine_gpus, engine_owner
 from runtime.engines.monitor import HealthMonitor, health_settings
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
@@ -97,6 +97,7 @@ def make_engines(
             epoch=context.epoch,
             # The owner's own deadline comes first: it knows the server's last words.
             start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
+            num_gpus=engine_gpus(spec),
             options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
