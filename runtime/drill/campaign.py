@@ -66,7 +66,8 @@ class Outcome:
 
     seed: int
     taken: list[Taken] = field(default_factory=list[Taken])
-    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    verdicts: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
+    """By run; 0 is the undisturbed one."""
     updates_redone: int = 0
     unreached: int = 0
     """Armed points that no process came by in time."""
@@ -76,7 +77,7 @@ class Outcome:
         """What did not hold, run by run."""
         return [
             f"run {n}: {problem}"
-            for n, verdict in enumerate(self.verdicts, 1)
+            for n, verdict in self.verdicts.items()
             for problem in verdict.problems
         ]
 
@@ -117,8 +118,10 @@ class Campaign:
     def run(self, kills: int, *, within_s: float = math.inf) -> Outcome:
         """Deal ``kills`` blows, or as many as fall in a time; every run is brought to its end.
 
+        A run that hangs is ended by force, kept, and counts as one that broke its promise.
+
         Raises:
-            WaitTimeout: if a run hangs.
+            WaitTimeout: if the undisturbed run hangs.
         """
         self._measure = self._undisturbed()
         cards = deck(self._dice, kills, self._names)
@@ -127,7 +130,15 @@ class Campaign:
         while cards and time.monotonic() < self._until:
             number += 1
             variant: Variant = "deterministic" if number % 2 else "ahead"
-            cards = self._one_run(number, variant, cards)
+            try:
+                verdict = self._one_run(number, variant, cards)
+            except WaitTimeout as error:
+                verdict = Verdict(lost=0, doubled=0, orphans=0, problems=(error.message,))
+            self._outcome.verdicts[number] = verdict
+            held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
+            self._say(f"run {number} ({variant}) ended: {held}")
+            if not verdict.problems:
+                shutil.rmtree(self._folder / str(number), ignore_errors=True)
         return self._outcome
 
     def _undisturbed(self) -> Measure:
@@ -138,15 +149,14 @@ class Campaign:
             run.until(run.observer.is_complete, "the undisturbed run to end")
             verdict = examine(job, measure=None, ports=run.ports, shared_before=before)
             measure = Measure.of(run.observer.records)
-        if verdict.problems:
-            self._outcome.verdicts.append(verdict)
+        self._outcome.verdicts[0] = verdict
         self._say(f"undisturbed: {len(measure.states)} states to compare with")
         return measure
 
-    def _one_run(self, number: int, variant: Variant, cards: list[str]) -> list[str]:
+    def _one_run(self, number: int, variant: Variant, left: list[str]) -> Verdict:
+        """One run from start to end; takes the cards of the blows it was dealt."""
         job = make_job(self._folder / str(number), self._made, variant, updates=self._updates)
         before = shared_folders()
-        left = list(cards)
         with DrilledRun(job) as run:
             # Some points lie only at the beginning, some only at the end of a run.
             self._told(run, number, self._on_the_way(run, FIRST, left))
@@ -170,12 +180,7 @@ class Campaign:
             )
             records = Chain(job.root).read()
             self._outcome.updates_redone += redone(records, run.reached)
-        self._outcome.verdicts.append(verdict)
-        held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
-        self._say(f"run {number} ({variant}) ended: {held}")
-        if not verdict.problems:
-            shutil.rmtree(job.file.parent, ignore_errors=True)
-        return left
+        return verdict
 
     def _on_the_way(
         self, run: DrilledRun, points: Sequence[str], left: list[str]
