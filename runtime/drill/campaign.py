@@ -33,11 +33,14 @@ _POLL_S = 0.05
 _IDLE_S = 300.0
 """A run in which nothing moved for so long is hung, however busy the machine is."""
 _PATIENCE_S = 20.0
+_SOON_S = 8.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
 _CARD = "kill at a point"
-_AGAIN = 0.75
+_AGAIN = 0.85
 """Share of blows that are followed by another before the run has recovered."""
-_VOLLEY = 6
+_VOLLEY = 8
+_ON_THE_WAY = 0.6
+"""Share of the points in a volley that lie on the way of a start."""
 _WITHIN_S = 10.0
 """A following blow comes within this, so also while the next epoch is starting."""
 _LEAVING_S = 20.0
@@ -100,7 +103,7 @@ class Campaign:
         seed: int,
         say: Callable[[str], None],
         updates: int = 60,
-        blows_per_run: int = 20,
+        blows_per_run: int = 25,
         names: Sequence[str] = tuple(WEIGHTS),
     ) -> None:
         self._folder = folder
@@ -204,8 +207,10 @@ class Campaign:
         while left and not run.observer.is_complete():
             blow = draw(self._dice, left[0])
             is_soon = bool(volley)
+            if is_soon and blow.name == _CARD and self._dice.random() < _ON_THE_WAY:
+                blow = at_point(_CARD, self._dice.choice(FIRST))
             run.wait(self._dice.uniform(0.0, _WITHIN_S) if is_soon else blow.wait_s)
-            fired_at = run.strike(blow)
+            fired_at = run.strike(blow, patience_s=_SOON_S if is_soon else _PATIENCE_S)
             if fired_at is None:
                 self._outcome.unreached += 1
                 continue
