@@ -29,6 +29,8 @@ RunError                      base: retry, next_check, detail
 ├─ AttemptError               LAUNCH
 │  ├─ Preempted               LAUNCH
 │  ├─ Interrupted             LAUNCH
+│  ├─ GroupIncomplete         LAUNCH   replicas of the attempt did not find one another
+│  ├─ PreflightFailed         LAUNCH   the host an attempt got cannot run it
 │  └─ ServiceUnavailable      LAUNCH   a registry, scheduler or cluster did not answer in time
 ├─ StoreError                 SESSION
 │  ├─ DiskFull                SESSION
@@ -250,6 +252,21 @@ class Preempted(AttemptError):
 
 class Interrupted(AttemptError):
     """A node failed or was taken away."""
+
+
+class GroupIncomplete(AttemptError):
+    """Replicas of the attempt did not find one another in time."""
+
+    next_check = (
+        "the group in the scheduler: id, ranks 0..N-1, leader selection, and whether every replica "
+        "started; neither a longer wait nor idle nodes mend a missing group"
+    )
+
+
+class PreflightFailed(AttemptError):
+    """The host that the attempt got cannot run it; another one may."""
+
+    next_check = "what the message names, on that host: nvidia-smi, its interfaces, its image"
 
 
 class ServiceUnavailable(AttemptError):

@@ -13,6 +13,8 @@ from configs.run import RunSpec
 from configs.shape import ModelShape
 
 NODE_GPUS = 8
+_ADDRESSED = ("ray", "kuberay")
+"""Backends whose cluster is an address or a context, not one with a profile."""
 
 
 def _replicas(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
@@ -44,7 +46,7 @@ def _cluster(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         yield refused(
             "launch.workspace", "launch.backend", because="a Beaker job names its workspace"
         )
-    if launch.cluster is not None and profile is None and launch.backend == "beaker":
+    if launch.cluster is not None and profile is None and launch.backend not in _ADDRESSED:
         near = nearest_name(launch.cluster, profile_names())
         hint = f"; did you mean {near}?" if near else ""
         yield warned(
@@ -81,8 +83,10 @@ def paths_of(spec: RunSpec) -> dict[str, Path]:
         "reward.judge.model": judge.model if judge else None,
         "reward.judge.template": judge.template if judge else None,
         "output.root": spec.output.root,
-        "output.compiler_cache": spec.output.compiler_cache,
     }
+    cache = spec.output.compiler_cache
+    if isinstance(cache, Path):  # an object store is under no mount
+        found["output.compiler_cache"] = cache
     for name, each in spec.evaluation.sets.items():
         found[f"evaluation.sets.{name}.prompts"] = each.prompts
     return {field: path for field, path in found.items() if path is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -34,13 +35,13 @@ _IDLE_S = 300.0
 _PATIENCE_S = 20.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
 _CARD = "kill at a point"
-_AGAIN = 0.45
+_AGAIN = 0.75
 """Share of blows that are followed by another before the run has recovered."""
-_VOLLEY = 4
-_WITHIN_S = 12.0
+_VOLLEY = 6
+_WITHIN_S = 10.0
 """A following blow comes within this, so also while the next epoch is starting."""
 _LEAVING_S = 20.0
-_FREEZE = 2.5
+_FREEZE = 1.7
 """Leases that a freeze lasts."""
 
 
@@ -98,7 +99,7 @@ class Campaign:
         seed: int,
         say: Callable[[str], None],
         updates: int = 60,
-        blows_per_run: int = 10,
+        blows_per_run: int = 20,
         names: Sequence[str] = tuple(WEIGHTS),
     ) -> None:
         self._folder = folder
@@ -111,9 +112,10 @@ class Campaign:
         self._made = make_ground(folder)
         self._outcome = Outcome(seed=seed)
         self._measure: Measure | None = None
+        self._until = math.inf
 
-    def run(self, kills: int) -> Outcome:
-        """Deal ``kills`` blows.
+    def run(self, kills: int, *, within_s: float = math.inf) -> Outcome:
+        """Deal ``kills`` blows, or as many as fall in a time; every run is brought to its end.
 
         Raises:
             WaitTimeout: if a run hangs.
@@ -121,7 +123,8 @@ class Campaign:
         self._measure = self._undisturbed()
         cards = deck(self._dice, kills, self._names)
         number = 0
-        while cards:
+        self._until = time.monotonic() + within_s
+        while cards and time.monotonic() < self._until:
             number += 1
             variant: Variant = "deterministic" if number % 2 else "ahead"
             cards = self._one_run(number, variant, cards)
@@ -148,7 +151,12 @@ class Campaign:
             # Some points lie only at the beginning, some only at the end of a run.
             self._told(run, number, self._on_the_way(run, FIRST, left))
             dealt = 0
-            while left and dealt < self._blows_per_run and not run.observer.is_complete():
+            while (
+                left
+                and dealt < self._blows_per_run
+                and time.monotonic() < self._until
+                and not run.observer.is_complete()
+            ):
                 volley = self._volley(run, left)
                 dealt += len(volley)
                 self._told(run, number, volley)
@@ -232,7 +240,7 @@ def recovered_at(observer: Observer, blow: Blow, fired_at: float) -> float | Non
         decided = observer.first(fired_at, "decided: epoch")
         # Who was killed may not have been of the owner's: a later commit will do then, too.
         since = decided or fired_at + 3 * LEASE_S
-    return observer.first(since, "progress: commit")
+    return observer.first(since, "progress: commit", "progress: end")
 
 
 class DrilledRun:

@@ -7,6 +7,7 @@ attempt down, makes sure that it is the one, and becomes the guard.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,14 @@ from pathlib import Path
 from runtime.errors import RunError
 from runtime.launch.attempts import differences
 from runtime.launch.freezing import freeze
-from runtime.launch.submission import PAYLOAD_VARIABLE, Payload
+from runtime.launch.submission import CODE_VARIABLE, PAYLOAD_VARIABLE, Payload
 from runtime.rundir import atomic
 from runtime.rundir.claims import claim_attempt
-from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.rundir.layout import CODE, AttemptDir, RunRoot
+
+_HERE = Path(__file__).resolve().parents[2]
+_RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Would give the working folder of the job to every process of the session."""
 
 EXIT_REFUSED = 4
 """The attempt is another launcher's, or this job cannot run it; nothing was started."""
@@ -35,6 +40,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         if group.rank != 0:
             return serve(group, attempt, payload, settled)
         take(attempt, payload)
+        if environ.get(CODE_VARIABLE):
+            settled |= keep_code(attempt, environ)
         if group.size > 1:
             settled |= lead(group, attempt, payload)
     except RunError as error:
@@ -59,18 +66,39 @@ def take(attempt: AttemptDir, payload: Payload) -> None:
         theirs = atomic.read_bytes(attempt.run) or b"{}"
         named = "; ".join(differences(payload.run, theirs.decode()))
         raise ConfigError(
-            f"attempt {attempt.number} of {attempt.root.path} was claimed by {standing.launcher} on "
-            f"{standing.host} for another run file: {named}"
+            f"attempt {attempt.number} of {attempt.root.path} was claimed by "
+            f"{standing.launcher} for another run file: {named}"
         )
     if not attempt.attempt.exists():
         freeze(attempt, payload.run, payload.plan, payload.order)
+
+
+def keep_code(attempt: AttemptDir, environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy the code that travelled with the job into the attempt, for all of its processes.
+
+    Ray deletes a job's working folder when it thinks that nobody needs it; and all nodes see the
+    output root. Idempotent.
+    """
+    code = attempt.code
+    if not code.is_dir():
+        made = attempt.path / f".{CODE}.{os.getpid()}"
+        ignored = shutil.ignore_patterns("__pycache__", ".git", "runs", "tests")
+        shutil.copytree(_HERE, made, ignore=ignored)
+        try:
+            made.rename(code)
+        except OSError:  # a start of the same job was faster
+            shutil.rmtree(made, ignore_errors=True)
+    os.chdir(code)
+    others = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(_HERE)]
+    return {"PYTHONPATH": os.pathsep.join((str(code), *others))}
 
 
 def become_guard(attempt: AttemptDir, settled: Mapping[str, str]) -> None:
     """Replace this process by the guard: the scheduler's signals reach it, and its exit is ours."""
     argv = [sys.executable, "-m", "runtime.session.guard", str(attempt.path)]
     env = {**os.environ, **settled}
-    env.pop(PAYLOAD_VARIABLE, None)
+    for name in (PAYLOAD_VARIABLE, CODE_VARIABLE, _RAY_JOB_CONFIG):
+        env.pop(name, None)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, argv, env)

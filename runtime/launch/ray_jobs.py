@@ -19,7 +19,7 @@ from runtime.launch.backend import Submitted
 from runtime.launch.package import Package, pack_checkout
 from runtime.launch.receipts import LaunchReceipt
 from runtime.launch.standing import AttemptClass, AttemptStanding
-from runtime.launch.submission import ENTRY, Submission
+from runtime.launch.submission import CODE_VARIABLE, ENTRY, Submission
 
 _CALL_S = 20.0
 _SUBMIT_S = 90.0
@@ -69,6 +69,7 @@ class RayJobs:
         runtime_env: dict[str, Any] = {"env_vars": submission.environment()}
         if submission.image is None:
             runtime_env["working_dir"] = _uri(self._packed())
+            runtime_env["env_vars"][CODE_VARIABLE] = "1"
         return {
             "entrypoint": f"python -m {ENTRY}",
             "submission_id": submission.key,

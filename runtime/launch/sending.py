@@ -12,8 +12,23 @@ from runtime.launch.backend import LaunchBackend
 from runtime.launch.submitting import Sender
 
 
-def sender_of(spec: RunSpec, *, environ: Mapping[str, str] = os.environ) -> Sender:
+def sender_of(
+    spec: RunSpec,
+    *,
+    backend: LaunchBackend | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Sender:
     """A sender for a run file, by the credentials of this process. Nothing is sent.
+
+    Args:
+        spec: the run.
+        backend: with credentials of its own; None takes the one that the run file names.
+        environ: of this process.
+
+    Args:
+        spec: the run.
+        backend: with credentials of its own; None takes the one that the run file names.
+        environ: of this process.
 
     Raises:
         ConfigError: if the backend's address or image is missing, or an image is named twice.
@@ -22,7 +37,7 @@ def sender_of(spec: RunSpec, *, environ: Mapping[str, str] = os.environ) -> Send
 
     revision, dirty = _checkout()
     return Sender(
-        backend=backend_of(spec, environ=environ),
+        backend=backend or backend_of(spec, environ=environ),
         image=existing_image(spec.launch.image, environ),
         revision=revision,
         dirty=dirty,

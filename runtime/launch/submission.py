@@ -21,6 +21,8 @@ from runtime.rundir.attempt import AttemptFile, Claim
 
 PAYLOAD_VARIABLE = "MILEPOST_SUBMISSION"
 """Holds the payload in the job's environment."""
+CODE_VARIABLE = "MILEPOST_CODE_TRAVELS"
+"""Set where the job's working folder holds the code, and no image does."""
 ENTRY = "runtime.launch.entry"
 """Module that a job starts."""
 _NOT_A_NAME = re.compile(r"[^a-z0-9-]+")

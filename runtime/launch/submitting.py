@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from configs.load import LoadedRun
 from configs.plan import Plan, make_plan
+from configs.run import RunSpec
 from configs.runtime_lock import RuntimeLock
 from runtime.clock import Clock, SystemClock
-from runtime.errors import ConfigError, LaunchRefused
+from runtime.errors import LaunchRefused
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
 from runtime.launch.backend import LaunchBackend
 from runtime.launch.freezing import expected_counts, lease_for
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import Payload, Submission, owned_names
-from runtime.rundir.attempt import AttemptFile
-from runtime.rundir.claims import make_claim
+from runtime.rundir.attempt import AttemptFile, Claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
 
@@ -57,34 +58,12 @@ def submit_run(
     plan = make_plan(loaded)
     root = RunRoot.of(loaded.spec.output.root)
     spec_json = loaded.spec.model_dump_json()
-    claim = make_claim(
-        launcher=sender.backend.name,
-        spec_digest=spec_digest(spec_json),
-        training_digest=plan.training_digest,
-        time=sender.clock.time(),
-    )
-    order = AttemptFile(
-        run=loaded.spec.name,
-        training_digest=plan.training_digest,
-        companion=companion(loaded, root),
-        env=dict(loaded.spec.launch.env),
-        lease_s=lease_for(root, is_remote=True),
-        expected=expected_counts(loaded.spec, plan),
-        ray="job" if sender.backend.name in ("ray", "kuberay") else "own",
-        reason=reason,
-    )
+    claim = scheduler_claim(sender.backend.name, spec_json, plan)
 
     def made(attempt: int) -> Submission:
-        payload = Payload(
-            root=root.path,
-            attempt=attempt,
-            run=spec_json,
-            plan=plan.model_dump_json(),
-            order=order,
-            claim=claim,
+        return submission_of(
+            loaded, plan, attempt=attempt, image=sender.image, claim=claim, reason=reason
         )
-        image = sender.image or loaded.spec.launch.image
-        return Submission(spec=loaded.spec, plan=plan, payload=payload, image=image)
 
     # Everything that can be refused is, before a number is taken; the document is the same but for
     # the number.
@@ -105,6 +84,74 @@ def submit_run(
     if attempt is None:
         return launch
     return _send(made(launch.attempt), sender)
+
+
+def scheduler_claim(backend: str, spec_json: str, plan: Plan) -> Claim:
+    """The claim of an attempt that a scheduler runs: made of what is submitted, not of who submits.
+
+    So a document is rendered the same twice, and two submitters of one thing hold one claim; the
+    job's name then lets only one of them start it.
+    """
+    digest = spec_digest(spec_json)
+    return Claim(
+        launcher=backend,
+        host="",
+        boot_id="",
+        pid=0,
+        started=0.0,
+        spec_digest=digest,
+        training_digest=plan.training_digest,
+        time=0.0,
+        nonce=digest[:16],
+    )
+
+
+def submission_of(
+    loaded: LoadedRun,
+    plan: Plan,
+    *,
+    attempt: int,
+    image: str | None,
+    claim: Claim,
+    reason: str = "start",
+) -> Submission:
+    """One attempt, ready to be rendered. Pure: the same arguments, the same bytes.
+
+    Args:
+        loaded: the run file.
+        plan: of it.
+        attempt: its number.
+        image: None takes the run file's.
+        claim: of the attempt.
+        reason: for the epoch record.
+    """
+    spec = loaded.spec
+    root = RunRoot.of(spec.output.root)
+    order = AttemptFile(
+        run=spec.name,
+        training_digest=plan.training_digest,
+        companion=companion(spec),
+        env=dict(spec.launch.env),
+        lease_s=lease_for(root, is_remote=True),
+        expected=expected_counts(spec, plan),
+        ray=_ray_of(claim.launcher, spec.launch.replicas),
+        reason=reason,
+    )
+    payload = Payload(
+        root=root.path,
+        attempt=attempt,
+        run=spec.model_dump_json(),
+        plan=plan.model_dump_json(),
+        order=order,
+        claim=claim,
+    )
+    return Submission(spec=spec, plan=plan, payload=payload, image=image or spec.launch.image)
+
+
+def _ray_of(backend: str, replicas: int) -> Literal["own", "group", "job"]:
+    if backend in ("ray", "kuberay"):
+        return "job"
+    return "group" if replicas > 1 else "own"
 
 
 def refuse(backend: LaunchBackend, submission: Submission) -> None:
@@ -130,10 +177,9 @@ def is_reachable(loaded: LoadedRun, root: RunRoot) -> bool:
     return any(Path(mount).is_dir() for mount in covering)
 
 
-def companion(loaded: LoadedRun, root: RunRoot) -> tuple[str, ...]:
+def companion(spec: RunSpec) -> tuple[str, ...]:
     """The flow beside the guard, where the job knows a Prefect server to show itself on."""
-    del root
-    if "PREFECT_API_URL" not in loaded.spec.launch.env:
+    if "PREFECT_API_URL" not in spec.launch.env:
         return ()
     return ("python", "-m", "flows.cli", "train", "--attempt", "{attempt}")
 
@@ -199,14 +245,3 @@ def _receipt(submission: Submission, sender: Sender) -> LaunchReceipt:
         requested_gpus=launch.replicas * launch.gpus_per_replica,
         time=sender.clock.time(),
     )
-
-
-def plan_of(loaded: LoadedRun) -> Plan:
-    """The plan that a submission carries.
-
-    Raises:
-        ConfigError: if the run is not one for a scheduler.
-    """
-    if loaded.spec.launch.backend == "local":
-        raise ConfigError('launch.backend = "local": nothing is submitted, so there is no document')
-    return make_plan(loaded)

@@ -83,8 +83,9 @@ class AttemptFile(_File):
     """From SIGTERM to SIGKILL of the session."""
     expected: Counts = Field(default_factory=Counts)
     """What the whole run is expected to make, for the workflow view."""
-    ray: Literal["own", "job"] = "own"
-    """Whether the session starts a Ray of its own, or joins the one whose job the guard is."""
+    ray: Literal["own", "group", "job"] = "own"
+    """The session's Ray: its own; its own, joined by the other replicas; or the one whose job the
+    guard is."""
     reason: str = "start"
     """Why this attempt is made; goes into the epoch record."""
 

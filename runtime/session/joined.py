@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from configs.topology import Topology
-from runtime.errors import SessionLost, WaitTimeout
+from runtime.errors import RunError, SessionLost, WaitTimeout
 from runtime.session.nodes import Node, Nodes
 
 START_DEADLINE_S = 120.0
@@ -59,7 +59,7 @@ class JoinedRay:
         self._thread.start()
         try:
             self._started.result(START_DEADLINE_S + self._deadline_s)
-        except WaitTimeout:
+        except RunError:
             raise
         except TimeoutError as error:
             raise SessionLost(
@@ -78,22 +78,30 @@ class JoinedRay:
             self._thread.join(_WARN_S)
 
     def _live(self) -> None:
-        import ray
-
         try:
-            ray.init(
-                address=self._address,
-                log_to_driver=False,
-                configure_logging=False,
-                runtime_env={"env_vars": self._env},
-            )
+            self._connect()
             self._nodes = self._reserve()
         except BaseException as error:
             self._started.set_exception(error)
-            ray.shutdown()
+            self._disconnect()
             return
         self._started.set_result(None)
         self._is_over.wait()
+        self._disconnect()
+
+    def _connect(self) -> None:
+        import ray
+
+        ray.init(
+            address=self._address,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": self._env},
+        )
+
+    def _disconnect(self) -> None:
+        import ray
+
         ray.shutdown()
 
     def _reserve(self) -> Nodes:

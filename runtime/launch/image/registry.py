@@ -207,9 +207,10 @@ class Repository:
                 hostname=self.image.registry, insecure=self.image.is_loopback
             )
             # Given whole, or it would add the home folder's config to the one that was asked for.
-            client.auth._auth_config = self._docker_config()
+            auth: Any = client.auth
+            auth._auth_config = self._docker_config()
             name = f"{self.image.registry}/{self.image.repository}"
-            client.auth.load_configs(oras.container.Container(name))
+            auth.load_configs(oras.container.Container(name))
             # The environment's proxies and .netrc are for browsing, not for a registry's secrets.
             client.session.trust_env = not self.image.is_loopback
             self._client = client
