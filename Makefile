@@ -3,17 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VENV_SGLANG ?= .venv-sglang
+STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test check fmt test-evaluations
+.PHONY: venv venv-sglang run test test-outage test-evaluations drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local,launch,dev]'
 	touch $(STAMP)
 
 run: $(STAMP)
@@ -21,6 +23,29 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+drill: $(STAMP)
+	$(BIN)/milepost drill --kills 100
+
+drill-short: $(STAMP)
+	$(BIN)/milepost drill --kills 4 --updates 12
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.faults.mutants
+
+# The SGLang server has an environment of its own: it pins what the run's does not.
+venv-sglang: $(STAMP_SGLANG)
+
+$(STAMP_SGLANG): constraints-sglang.txt
+	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
+	$(VENV_SGLANG)/bin/python -m pip install --quiet -c constraints-sglang.txt torch
+	$(VENV_SGLANG)/bin/python -m pip install --quiet --no-deps -r constraints-sglang.txt
+	echo "$(CURDIR)/runtime/engines/sglang/cpu" > $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
+	echo "import sglang_cpu_shim" >> $$($(VENV_SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/milepost_cpu.pth
+	touch $(STAMP_SGLANG)
+
+test-outage: $(STAMP)
+	$(BIN)/python -m pytest -m outage
 
 check: $(STAMP)
 	$(BIN)/ruff check .

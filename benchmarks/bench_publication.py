@@ -34,15 +34,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
 from runtime.policy import PolicyId
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.decision import Decision
 from runtime.publication.disk import DiskTransport
 from runtime.publication.groups import GroupPlan
-from runtime.publication.protocol import Target
+from runtime.publication.ipc import IpcTransport
+from runtime.publication.protocol import ONLY_HF, Target
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.sender import BroadcastSender, Description
+from runtime.publication.sharing import SharedWeights, WeightSharing
 from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
 from runtime.publication.transaction import Publisher
 
@@ -54,6 +56,7 @@ class Weights:
         self.named = [(n, p.detach()) for n, p in model.named_parameters()]
         self.num_bytes = sum(t.nbytes for _, t in self.named)
         self.sender = BroadcastSender(self)
+        self.sharing = WeightSharing(self)
 
     def weight_specs(self) -> list[TensorSpec]:
         """Specs of all parameters."""
@@ -76,13 +79,23 @@ class Weights:
         for _, tensor in self.named:
             tensor.view(-1)[:1].add_(1.0)
 
-    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+    async def write_snapshot(
+        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+    ) -> WrittenSnapshot:
         """For the disk transport."""
-        return await anyio.to_thread.run_sync(write_snapshot, self, folder)
+        return await anyio.to_thread.run_sync(write_snapshot, self, folder, kinds)
 
-    async def describe(self) -> Description:
+    async def share_weights(
+        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+    ) -> SharedWeights:
+        """For the ipc transport."""
+        shared = await anyio.to_thread.run_sync(self.sharing.share, place, folder, kinds)
+        assert shared is not None
+        return shared
+
+    async def describe(self, kinds: frozenset[WeightDigest] = ONLY_HF) -> Description:
         """For the broadcast transport, as all below."""
-        return await anyio.to_thread.run_sync(self.sender.describe)
+        return await anyio.to_thread.run_sync(self.sender.describe, kinds)
 
     async def free_port(self, host: str) -> int:
         """A port of this host."""
@@ -92,9 +105,9 @@ class Weights:
         """Join as rank 0."""
         await anyio.to_thread.run_sync(self.sender.open_group, plan, timeout_s)
 
-    async def send_bucket(self, index: int) -> None:
+    async def send_bucket(self, index: int, flat: bool) -> None:
         """Send one bucket."""
-        await anyio.to_thread.run_sync(self.sender.send_bucket, index)
+        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat)
 
     async def abort(self) -> None:
         """Leave the group."""
@@ -134,7 +147,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     weights = Weights(model)
     settings = EngineSettings(model_path=str(folder / "model"), max_total_tokens=4096)
     owners = [EmbeddedOwner(slot=i, settings=settings) for i in range(arguments.engines)]
-    rows: dict[str, list[dict[str, float]]] = {"disk": [], "broadcast": []}
+    rows: dict[str, list[dict[str, float]]] = {"disk": [], "broadcast": [], "ipc": []}
     copies: list[float] = []
     try:
         addresses = [owner.start() for owner in owners]
@@ -152,7 +165,11 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
             transport.name: Publisher(
                 transport=transport, kill=kill, record_path=folder / f"{transport.name}.jsonl"
             )
-            for transport in (DiskTransport(weights), BroadcastTransport(weights))
+            for transport in (
+                DiskTransport(weights),
+                BroadcastTransport(weights),
+                IpcTransport(weights),
+            )
         }
         update = 0
         for at in range(arguments.rounds + 1):

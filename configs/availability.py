@@ -24,10 +24,10 @@ def unavailable(spec: RunSpec) -> list[str]:
 
 def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
-    if spec.algorithm == "opd" or spec.teacher is not None:
-        yield "algorithm", spec.algorithm, "on-policy distillation and [teacher]"
-    if spec.lora.rank > 0:
-        yield "lora.rank", spec.lora.rank, "adapters"
+    if spec.teacher is not None and spec.teacher.url:
+        yield "teacher.url", list(spec.teacher.url), "a teacher served by an engine"
+    if spec.lora.rank > 0 and spec.lora.publish == "adapter":
+        yield "lora.publish", spec.lora.publish, "adapters in engines"
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
     for size in ("tensor", "pipeline", "context", "expert"):
@@ -47,8 +47,6 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
 
 def _serving(spec: RunSpec) -> Iterator[_Gap]:
     core, rollout = spec.core, spec.rollout
-    if rollout.engine == "sglang":
-        yield "rollout.engine", rollout.engine, "the SGLang engine"
     if rollout.tensor > 1:
         yield "rollout.tensor", rollout.tensor, "tensor-parallel engines"
     if rollout.colocated:
@@ -73,9 +71,3 @@ def _serving(spec: RunSpec) -> Iterator[_Gap]:
 def _around(spec: RunSpec) -> Iterator[_Gap]:
     if spec.checkpoint.every_seconds is not None:
         yield "checkpoint.every_seconds", spec.checkpoint.every_seconds, "commits by time"
-    if spec.checkpoint.upload is not None:
-        yield "checkpoint.upload", spec.checkpoint.upload, "upload to an object store"
-    if spec.launch.backend != "local":
-        yield "launch.backend", spec.launch.backend, "submission to a scheduler"
-    if spec.launch.auto_resume != "off":
-        yield "launch.auto_resume", spec.launch.auto_resume, "automatic resubmission"

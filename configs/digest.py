@@ -36,6 +36,7 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
         "top_p",
         "top_k",
         "min_p",
+        "seed",
         "max_response_tokens",
         "stop",
         "filter",
@@ -120,6 +121,7 @@ NEITHER: Mapping[str, tuple[str, ...]] = {
         "running_deadline",
         "drain_deadline",
         "engine_watchdog_timeout",
+        "engine_start_deadline",
     ),
     "async": ("async_max_concurrent_samples", "buffer_collections"),
     "reward": ("url", "time_limit", "workers", "skip_budget", "code", "judge"),
@@ -193,6 +195,9 @@ def training_fields(spec: RunSpec) -> dict[str, Any]:
     A cell written out with the value it has anyway is the same training.
     """
     fields = _pick(spec, TRAINING)
+    if spec.rollout.seed is None:
+        # As before there was such a field: runs of then can be gone on with.
+        del fields["rollout.seed"]
     row = spec.core.loss_row
     fields["core.normalize_std"] = row.normalize_std
     fields["core.loss_aggregation"] = row.aggregation

@@ -17,6 +17,11 @@ _MOUNT = re.compile(r"(?:(?P<source>[^:\s]+):)?(?P<path>/\S*)")
 Backend = Literal["local", "ray", "kuberay", "beaker"]
 
 
+def is_immutable_image(image: str) -> bool:
+    """An image digest or a Beaker image id: no tag, no alias."""
+    return _IMMUTABLE_IMAGE.fullmatch(image) is not None
+
+
 def _min_runtime(value: object) -> object:
     # Absent, 0, "0", "0s" and "" all mean the same: no protection was asked for.
     return 0.0 if value == "" else parse_duration(value)
@@ -141,7 +146,7 @@ class Launch(Section):
     @field_validator("image")
     @classmethod
     def _check_image(cls, image: str | None) -> Any:
-        if image is not None and _IMMUTABLE_IMAGE.fullmatch(image) is None:
+        if image is not None and not is_immutable_image(image):
             raise refuse(
                 "a tag or alias can come to mean another image",
                 allowed='an image digest ("registry/name@sha256:...") or a Beaker image id',

@@ -34,7 +34,10 @@ class Rollout(Section):
     engine_python: RunPath | None = None
     """Python of the environment the engine runs in; absent: the run's own."""
     engine_args: dict[str, Scalar] = Field(default={})
-    """Further arguments of the engine server, as its command line names them without dashes."""
+    """Further arguments of the engine server, as its command line names them without dashes. Those
+    that other fields decide are refused."""
+    engine_start_deadline: PositiveSeconds = 600.0
+    """Longest start of an engine, kernels that are compiled for the first time included."""
     engines: int = Field(default=1, ge=1)
     """Engine replicas."""
     tensor: int = Field(default=1, ge=1)
@@ -55,6 +58,9 @@ class Rollout(Section):
     """Sample among the k likeliest tokens; -1 is off. It conflicts with `core.tis`."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens below this share of the likeliest one; 0 is off. It conflicts with `core.tis`."""
+    seed: int | None = Field(default=None, ge=0)
+    """Of sampling: what a sample draws follows from it, the prompt and the sample's number, in
+    every attempt alike, where the engine can; absent: each attempt draws anew."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Longest response, stop token included."""
     stop: Texts = ()

@@ -22,11 +22,12 @@ class Health(Section):
     enabled: bool = True
     """Probe engines and restart dead ones."""
     interval: PositiveSeconds = 10.0
-    """Between probes of one engine."""
+    """Between rounds of probes of one engine; a round ends with its first answer."""
     timeout: PositiveSeconds = 10.0
     """Limit of one probe."""
     misses: int = Field(default=3, ge=1)
-    """Probes missed in a row before an engine is dead."""
+    """Probes missed in a row before an engine is dead: within `interval` x `misses` + 5 s of its
+    hang, where `timeout` leaves room for it."""
     first_wait: Seconds = 0.0
     """Grace after a start and each resume; raise it for cold kernel compilation."""
     restarts_per_hour: int = Field(default=3, ge=0)

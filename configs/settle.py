@@ -28,8 +28,8 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
     chosen = spec.core.publication_transport
     if chosen != "auto":
         return chosen, "set"
-    if spec.rollout.engine == "embedded" and spec.launch.gpus_per_replica == 0:
-        return "disk", "embedded engine on CPU: files in memory (tmpfs) are as fast as it gets"
+    if spec.launch.gpus_per_replica == 0 and spec.launch.backend == "local":
+        return "disk", "engines on CPU: files in memory (tmpfs) are as fast as it gets"
     return "broadcast", "one copy from trainer rank 0 to every engine"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import State, flow
 from prefect.states import Completed
 
-from tasks.attach import attach
+from tasks.attach import attach, staying_attached
 from tasks.closing import cache, export, finish, report
 from tasks.ended import RunEnded
 from tasks.evaluation import evaluate, submit_evaluations, submit_final
@@ -29,7 +29,7 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
     """
     run = attach(run_file, sets or [])
     try:
-        with stopping_when_cancelled(run):
+        with staying_attached(run), stopping_when_cancelled(run):
             enter_phase("Preparing")
             prepare(run)
             rendezvous(run)

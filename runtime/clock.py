@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from runtime import faults
+
 
 class Clock(Protocol):
     """Monotonic seconds for deadlines, wall seconds for records."""
@@ -27,7 +29,7 @@ class SystemClock:
 
     def time(self) -> float:
         """Seconds since the Unix epoch."""
-        return time.time()
+        return time.time() if faults.plan is None else faults.plan.now("clock.time")
 
 
 class ManualClock:

@@ -2,6 +2,10 @@
 
 RunError                      base: retry, next_check, detail
 ├─ ConfigError                NOBODY   the run's description is wrong
+│  ├─ UnavailableFeature      NOBODY   "not available yet: …"
+│  └─ LaunchRefused           NOBODY   a check before submission failed
+│     ├─ DirtyCheckout        NOBODY   an image is built from a commit alone
+│     └─ CredentialsRefused   NOBODY   a service does not take our credentials
 ├─ DataError                  GROUP    within reward.skip_budget
 │  ├─ VerifierCrashed         GROUP    a verifier raised, or its worker died
 │  ├─ VerifierTimeout         GROUP    a verifier ran past its time limit
@@ -24,7 +28,10 @@ RunError                      base: retry, next_check, detail
 │  └─ TrainerLost             TASK     a trainer rank is gone
 ├─ AttemptError               LAUNCH
 │  ├─ Preempted               LAUNCH
-│  └─ Interrupted             LAUNCH
+│  ├─ Interrupted             LAUNCH
+│  ├─ GroupIncomplete         LAUNCH   replicas of the attempt did not find one another
+│  ├─ PreflightFailed         LAUNCH   the host an attempt got cannot run it
+│  └─ ServiceUnavailable      LAUNCH   a registry, scheduler or cluster did not answer in time
 ├─ StoreError                 SESSION
 │  ├─ DiskFull                SESSION
 │  ├─ PartialWrite            SESSION  a file is shorter or other than its record says
@@ -32,7 +39,6 @@ RunError                      base: retry, next_check, detail
 ├─ FencedError                NOBODY   a newer owner exists
 ├─ OwnedError                 NOBODY   another process owns this run now
 ├─ WaitTimeout                SESSION  a deadline passed; says what was waited for
-├─ UnavailableFeature         NOBODY   "not available yet: …"
 └─ ContractViolation          NOBODY   the state cannot be trusted
 """
 
@@ -90,6 +96,24 @@ class ConfigError(RunError):
 
 class UnavailableFeature(ConfigError):
     """The run file asks for machinery that this version does not have yet."""
+
+
+class LaunchRefused(ConfigError):
+    """A check before submission failed; nothing was built or sent."""
+
+    next_check = "each line of the message: what was found, and what the job would need"
+
+
+class DirtyCheckout(LaunchRefused):
+    """An image is built from a commit, and the checkout is more than that."""
+
+    next_check = "git status in the checkout; ignored files do not count"
+
+
+class CredentialsRefused(LaunchRefused):
+    """A registry, scheduler or cluster does not take our credentials."""
+
+    next_check = "the docker config, token or block that belongs to the host named here"
 
 
 class DataError(RunError):
@@ -228,6 +252,27 @@ class Preempted(AttemptError):
 
 class Interrupted(AttemptError):
     """A node failed or was taken away."""
+
+
+class GroupIncomplete(AttemptError):
+    """Replicas of the attempt did not find one another in time."""
+
+    next_check = (
+        "the group in the scheduler: id, ranks 0..N-1, leader selection, and whether every replica "
+        "started; neither a longer wait nor idle nodes mend a missing group"
+    )
+
+
+class PreflightFailed(AttemptError):
+    """The host that the attempt got cannot run it; another one may."""
+
+    next_check = "what the message names, on that host: nvidia-smi, its interfaces, its image"
+
+
+class ServiceUnavailable(AttemptError):
+    """A registry, a scheduler or a cluster did not answer in time; asking again is safe."""
+
+    next_check = "address and network of the service named here, then its own status page or log"
 
 
 class StoreError(RunError):

@@ -19,7 +19,7 @@ from prefect.artifacts import (
 from runtime.policy import PolicyId
 from runtime.rundir import workflow
 from runtime.session.answers import Running
-from tasks.display import only_display
+from tasks.display import only_display, show
 from tasks.handle import RunHandle, Stretch
 
 MAX_ROWS = 200
@@ -71,10 +71,11 @@ def table_collections(run: RunHandle, stretch: Stretch) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    with only_display("the table of collections"):
-        create_table_artifact(
-            table=rows[-MAX_ROWS:], key=f"{run.key}-collections", description=stretch.title
-        )
+    key, title = f"{run.key}-collections", stretch.title
+    show(
+        f"the table of {title}",
+        lambda: create_table_artifact(table=rows[-MAX_ROWS:], key=key, description=title),
+    )
 
 
 def _rows_of(run: RunHandle, stretch: Stretch) -> list[dict[str, object]]:
@@ -109,8 +110,11 @@ def summarise(run: RunHandle) -> str:
     lines += ["", f"- report: [report.html]({run.report().as_uri()})"]
     lines += [f"- run directory: `{run.root.path}`", f"- export: `{run.root.export}`"]
     text = "\n".join(lines)
-    with only_display("the summary"):
-        create_markdown_artifact(markdown=text, key=f"{run.key}-summary", description="summary")
+    key = f"{run.key}-summary"
+    show(
+        "the summary",
+        lambda: create_markdown_artifact(markdown=text, key=key, description="summary"),
+    )
     return text
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prefect import task
@@ -9,11 +12,15 @@ from prefect.logging import get_run_logger
 
 from configs.load import load_frozen, load_run
 from configs.plan import make_plan
+from runtime.errors import StoreError
 from runtime.launch.start import start_run
 from runtime.rundir.chain import Chain
+from runtime.rundir.control import Control
 from runtime.rundir.history import committed_update
 from runtime.rundir.layout import RunRoot
 from tasks.handle import RunHandle
+
+_EVERY_S = 5.0
 
 
 @task(name="attach")
@@ -34,3 +41,27 @@ def attach(run_file: Path, sets: list[str]) -> RunHandle:
     return RunHandle(
         loaded=loaded, plan=make_plan(loaded), attempt=launch.attempt, seen_from=seen_from
     )
+
+
+@contextmanager
+def staying_attached(run: RunHandle) -> Generator[None]:
+    """Count as attached for as long as this process lives, whatever its calls of Prefect wait for.
+
+    Otherwise a server that is away for longer than ``launch.detach_grace`` would park the run.
+    """
+    control, is_over = Control(run.root), threading.Event()
+
+    def renew() -> None:
+        while not is_over.wait(_EVERY_S):
+            try:
+                control.attach()
+            except (OSError, StoreError):
+                continue  # a full disk, or one that is away for a moment; the tasks will say so
+
+    thread = threading.Thread(target=renew, name="attached", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -7,8 +7,12 @@ from prefect.logging import get_run_logger
 
 from runtime.session.steps import StepKind
 from tasks.artifacts import summarise
+from tasks.display import show_rest
 from tasks.handle import RunHandle
 from tasks.waiting import RETRIES, RETRY_DELAYS_S, Outcome, is_lost, until_done
+
+REST_DEADLINE_S = 600.0
+"""For a server that is away at the end of a run; Prefect's own last call waits as long for it."""
 
 
 @task(
@@ -30,11 +34,16 @@ def cache(run: RunHandle) -> Outcome:
 
 @task(name="report")
 def report(run: RunHandle) -> str:
-    """Write the HTML report and the summary; neither can fail a run."""
+    """Write the HTML report and the summary; neither can fail a run.
+
+    Waits for a server that is away, so that what happened meanwhile is shown after all.
+    """
     from runtime.analysis.report import write_report
 
     write_report(run.root.path)
-    return summarise(run)
+    text = summarise(run)
+    show_rest(REST_DEADLINE_S)
+    return text
 
 
 @task(

@@ -16,20 +16,25 @@ from prefect.states import Cancelled, Running
 
 from runtime.rundir.failure import Failure
 from runtime.session.stopping import ask_to_stop
-from tasks.display import SERVER_TROUBLE, only_display
+from tasks.display import SERVER_TROUBLE, show
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
 
 
 def enter_phase(name: str) -> None:
-    """Show ``name`` as the state of the flow run; a server that is away costs only the display.
+    """Show ``name`` as the state of the flow run, at the latest when the server answers again.
 
     Every Running state raises Prefect's run count, so flows with named phases have no retries.
     """
-    if not flow_run.id:
+    flow_run_id = flow_run.id
+    if not flow_run_id:
         return
-    with only_display(f"phase {name}"), get_client(sync_client=True) as client:
-        client.set_flow_run_state(UUID(str(flow_run.id)), Running(name=name), force=True)
+
+    def set_state() -> None:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(str(flow_run_id)), Running(name=name), force=True)
+
+    show("the phase", set_state)
 
 
 def show_held(run: RunHandle, failure: Failure) -> None:
@@ -68,6 +73,16 @@ def stopping_when_cancelled(run: RunHandle) -> Generator[None]:
         if _is_being_cancelled():
             ask_to_stop(run.root, "stop", by="prefect cancellation", time_s=time.time())
         raise
+
+
+def heed_cancellation(run: RunHandle) -> None:
+    """Stop the run where the flow run was cancelled and nobody could tell this process.
+
+    Prefect's own watch for cancellations does not outlive a server that is away for a minute.
+    The flow then ends as the run does; a run that stops already is left to it.
+    """
+    if flow_run.id and _is_being_cancelled():
+        ask_to_stop(run.root, "stop", by="prefect cancellation", time_s=time.time())
 
 
 def _is_being_cancelled() -> bool:

@@ -20,9 +20,10 @@ from runtime.rundir.receipts import Receipt
 from runtime.session.answers import Done, Ended, Held, Lost, Rewound, Running
 from runtime.session.ensure import ensure
 from runtime.session.steps import Step
+from tasks.display import show_again
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
-from tasks.phases import enter_phase, show_held
+from tasks.phases import enter_phase, heed_cancellation, show_held
 
 RETRIES = 3
 RETRY_DELAYS_S = [1.0, 5.0, 15.0]
@@ -71,11 +72,13 @@ def until_done(
             case Done(receipt=receipt):
                 return Outcome(receipt=receipt)
             case Running() as running:
+                _keep_in_touch(run)
                 if held is not None:
                     held = None
                     enter_phase("Training")
                 show(running)
             case Held(failure=failure):
+                _keep_in_touch(run)
                 if failure.id != held:
                     held = failure.id
                     show_held(run, failure)
@@ -88,6 +91,12 @@ def until_done(
                 raise RunEnded(
                     f"{step} was not reached: {reason}", state=ended.state, activity=ended.activity
                 )
+
+
+def _keep_in_touch(run: RunHandle) -> None:
+    """Between two looks at the run: what the server could not be told, and what it could not."""
+    show_again()
+    heed_cancellation(run)
 
 
 def _take_up(run: RunHandle, step: Step) -> None:

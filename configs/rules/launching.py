@@ -44,7 +44,7 @@ def _cluster(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         yield refused(
             "launch.workspace", "launch.backend", because="a Beaker job names its workspace"
         )
-    if launch.cluster is not None and profile is None:
+    if launch.cluster is not None and profile is None and launch.backend == "beaker":
         near = nearest_name(launch.cluster, profile_names())
         hint = f"; did you mean {near}?" if near else ""
         yield warned(

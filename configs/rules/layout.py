@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.clusters import find_profile
+from configs.engine_args import owned_because
 from configs.rules.finding import Finding, refused
 from configs.rules.inputs import Rule
 from configs.run import RunSpec
@@ -143,6 +144,19 @@ def _attention(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _engine_args(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    rollout = spec.rollout
+    for name in rollout.engine_args:
+        because = owned_because(rollout.engine, name)
+        if because is not None:
+            yield refused(
+                f"rollout.engine_args.{name}",
+                "rollout.engine",
+                because=f"the {rollout.engine} engine's {name} cannot be set here: {because}",
+                allowed="leave it out",
+            )
+
+
 def _engines(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     rollout = spec.rollout
     if rollout.engine != "embedded":
@@ -176,5 +190,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _model_sizes,
     _tokens,
     _attention,
+    _engine_args,
     _engines,
 )

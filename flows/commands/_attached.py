@@ -91,7 +91,12 @@ class Attached:
 
 
 def quiet_prefect() -> None:
-    """Prefect's defaults for a terminal: no telemetry, and only warnings beside the bar."""
+    """Prefect's defaults for a terminal: no telemetry, and only warnings beside the bar.
+
+    Also patience with a server that is restarted: 2 + 4 + ... + 256 s, where Prefect's own five
+    retries give up after a minute. For deployments `prefect.yaml` says the same.
+    """
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")

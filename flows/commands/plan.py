@@ -8,11 +8,17 @@ from typing import Annotated
 
 import typer
 
+from configs.load import LoadedRun
 from configs.memory import gib
 from configs.plan import Plan, make_plan
 from flows.commands._run_file import AsJson, Debug, RunFile, Sets, load_or_exit
 
 Simulate = Annotated[bool, typer.Option("--simulate", help="Add a simulation of the queue.")]
+
+Render = Annotated[bool, typer.Option("--render", help="Print the submission document.")]
+Image = Annotated[
+    str | None, typer.Option("--image", help="Image of the document: a digest or a Beaker id.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,10 +31,19 @@ def plan(
     sets: Sets = None,
     as_json: AsJson = False,
     simulate: Simulate = False,
+    render: Render = False,
+    image: Image = None,
     debug: Debug = False,
 ) -> None:
-    """Settle a run file: topology, batches, automatic values with reasons, paths, warnings."""
+    """Settle a run file: topology, batches, automatic values with reasons, paths, warnings.
+
+    With --render: the exact document that would be submitted, or 1 with every reason why it may not
+    be.
+    """
     loaded = load_or_exit(file, sets, as_json=as_json, debug=debug)
+    if render:
+        render_or_exit(loaded, image, as_json=as_json)
+        return
     settled = make_plan(loaded)
     rows = None
     if simulate:
@@ -45,6 +60,19 @@ def plan(
         typer.echo(line)
     if rows is not None:
         typer.echo("\n".join(rows.lines()))
+
+
+def render_or_exit(loaded: LoadedRun, image: str | None, *, as_json: bool) -> None:
+    """Print the submission document of a first attempt; a breach of the contract ends with 1."""
+    from flows.commands.run import say_error
+    from runtime.errors import RunError
+    from runtime.launch.rendering import rendered
+
+    try:
+        typer.echo(rendered(loaded, image=image))
+    except RunError as error:
+        say_error(error, as_json=as_json)
+        raise typer.Exit(1) from error
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 Detach = Annotated[bool, typer.Option("--detach", help="Start it and return at once.")]
 
+Build = Annotated[
+    str | None,
+    typer.Option("--build", metavar="TARGET", help="Build the image into registry.host/name."),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Put the command on the app."""
@@ -27,14 +32,22 @@ def run(
     file: RunFile,
     sets: Sets = None,
     detach: Detach = False,
+    build: Build = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Train a run file; attach where the run is live, start nothing where it is complete.
 
+    With another backend than local: image, submission, and watching; what is preempted or
+    interrupted is submitted again where launch.auto_resume says so.
     Ctrl-C once commits and stops, twice stops now. Exit codes are those of `status`.
     """
-    follow(load_or_exit(file, sets, as_json=as_json, debug=debug), detach, as_json, debug)
+    loaded = load_or_exit(file, sets, as_json=as_json, debug=debug)
+    if loaded.spec.launch.backend == "local" and build is None:
+        follow(loaded, detach, as_json, debug)
+    from flows.commands._submitted import follow_submitted
+
+    follow_submitted(loaded, build, detach=detach, as_json=as_json, debug=debug)
 
 
 def follow(loaded: LoadedRun, detach: bool, as_json: bool, debug: bool) -> NoReturn:

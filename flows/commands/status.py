@@ -22,12 +22,15 @@ def status(run: RunName, sets: Sets = None, as_json: AsJson = False) -> None:
     7 stopped, held or parked, 2 wrong usage.
     """
     from flows.commands._standing import as_object, lines, standing
+    from runtime.launch.reporting import report
 
     place = find_or_exit(run, sets, as_json=as_json)
     found = standing(place.root)
+    submitted = report(place.root, place.file.spec if place.file is not None else None)
     if as_json:
-        typer.echo(json.dumps(as_object(found, place.argument)))
+        told = {"scheduler": submitted.as_object() if submitted is not None else None}
+        typer.echo(json.dumps(as_object(found, place.argument) | told))
     else:
-        for line in lines(found, place.argument):
+        for line in (*lines(found, place.argument), *(submitted.lines() if submitted else ())):
             typer.echo(line)
     raise typer.Exit(found.exit_code)

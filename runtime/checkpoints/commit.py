@@ -19,6 +19,7 @@ import structlog
 from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
+from runtime import faults
 from runtime.checkpoints.files import FORMAT_VERSION, INITIAL, remove_folder, seal, segment_name
 from runtime.checkpoints.identity import RunIdentity
 from runtime.clock import Clock, SystemClock
@@ -36,6 +37,10 @@ from runtime.waits import Wait
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("checkpoints")
 
 
+Digests = Mapping[str, str | None]
+"""SHA-256 by a file's name, as it was while writing; None: nobody looked."""
+
+
 class StateSource(Protocol):
     """The trainer group, as a commit sees it."""
 
@@ -43,8 +48,8 @@ class StateSource(Protocol):
         """Copy the state of all ranks to host memory; one entry per rank, by rank."""
         ...
 
-    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> Sequence[str]:
-        """Write the copies beside training; returns the names of all files, each in ``folder``."""
+    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> Digests:
+        """Write the copies beside training; names of all files, each in ``folder``."""
         ...
 
 
@@ -74,6 +79,8 @@ class Committer:
             (the ledger's ``committed``, retention, receipts).
         parent: the commit that was restored; None before commit 0.
         write_limit_s: how long a boundary waits at most for the commit before.
+        before_record: awaited once the files are written: evidence of the updates before this
+            commit, which nobody makes again after it. Raises nothing.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Committer:
         parent: CommitRecord | None,
         clock: Clock | None = None,
         write_limit_s: float = 3600.0,
+        before_record: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._root = root
         self._epoch = epoch
@@ -98,6 +106,7 @@ class Committer:
         self._parent = parent
         self._clock = clock or SystemClock()
         self._write_limit_s = write_limit_s
+        self._before_record = before_record
         self._chain = Chain(root)
         self._idle = anyio.Event()
         self._idle.set()
@@ -132,10 +141,10 @@ class Committer:
             DiskFull: if there is no room.
         """
 
-        async def write(folder: Path) -> Sequence[str]:
+        async def write(folder: Path) -> Digests:
             data = json.dumps(dict(model), indent=1, sort_keys=True).encode() + b"\n"
             await anyio.to_thread.run_sync(atomic.write_bytes, folder / INITIAL, data)
-            return [INITIAL]
+            return {INITIAL: None}
 
         await self._wait_idle()
         if self._parent is not None and self._parent.policy == str(policy):
@@ -174,7 +183,7 @@ class Committer:
         staged = await self._source.stage()
         self._idle = anyio.Event()
 
-        async def write(folder: Path) -> Sequence[str]:
+        async def write(folder: Path) -> Digests:
             return await self._source.write_staged(staged, str(folder))
 
         self._tasks.start_soon(self._beside, policy, segment, write, self._idle)
@@ -225,7 +234,7 @@ class Committer:
         self,
         policy: PolicyId,
         segment: LedgerSegment,
-        write: Callable[[Path], Awaitable[Sequence[str]]],
+        write: Callable[[Path], Awaitable[Digests]],
         idle: anyio.Event,
     ) -> None:
         try:
@@ -239,13 +248,17 @@ class Committer:
         self,
         policy: PolicyId,
         segment: LedgerSegment,
-        write: Callable[[Path], Awaitable[Sequence[str]]],
+        write: Callable[[Path], Awaitable[Digests]],
     ) -> CommitRecord:
         start = self._clock.monotonic()
         folder, final = self._folders(policy)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("commit.begin")
             with atomic.disk_full_as_error(folder):
                 names = await write(folder)
+                if self._before_record is not None:
+                    await self._before_record()
                 record = await anyio.to_thread.run_sync(self._seal, policy, segment, names, start)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -253,6 +266,8 @@ class Committer:
             raise
         self._parent = record
         self._failure = None
+        if faults.plan is not None:
+            await faults.plan.pause("commit.recorded")
         _log.info(
             Event.CHECKPOINT_COMMITTED,
             policy=str(policy),
@@ -263,11 +278,11 @@ class Committer:
         return record
 
     def _seal(
-        self, policy: PolicyId, segment: LedgerSegment, names: Sequence[str], start: float
+        self, policy: PolicyId, segment: LedgerSegment, names: Digests, start: float
     ) -> CommitRecord:
         """Everything from written files to the record in the chain; runs in a thread."""
         folder, final = self._folders(policy)
-        files = seal([(name, folder / name) for name in sorted(names)])
+        files = seal([(name, folder / name) for name in sorted(names)], names)
         atomic.fsync_folder(folder)
         atomic.point("rename", folder)
         folder.rename(final)
@@ -294,6 +309,8 @@ class Committer:
         )
 
     def _append(self, record: CommitRecord) -> CommitRecord:
+        if faults.plan is not None:
+            faults.plan.reach("commit.record")
         try:
             return self._chain.append(record)
         except StoreError:
@@ -305,6 +322,8 @@ class Committer:
             raise
 
     def _write_segment(self, policy: PolicyId, segment: LedgerSegment) -> FileEntry:
+        if faults.plan is not None:
+            faults.plan.reach("ledger.segment")
         name = segment_name(policy.update, self._epoch)
         path = self._root.path / name
         path.parent.mkdir(exist_ok=True)

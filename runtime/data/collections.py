@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +21,7 @@ from runtime.data.frozen import publish_file
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
 from runtime.errors import ContractViolation, PartialWrite
 from runtime.policy import PolicyId
-from runtime.rundir.atomic import disk_full_as_error, point
+from runtime.rundir.atomic import disk_full_as_error, draft, point
 from runtime.trainer import protocol as trainer
 
 _KEY = b"milepost"
@@ -90,7 +89,7 @@ def write_collection(path: Path, collection: Collection) -> None:
     table = pa.Table.from_pylist(
         rows, schema=_SCHEMA.with_metadata({_KEY: facts.model_dump_json().encode()})
     )
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = draft(path)
     try:
         with disk_full_as_error(path):
             point("write", partial)

@@ -1,7 +1,9 @@
 """The health monitor of a group of engines: finds out who is dead, and starts them again.
 
-Probes run at the same time for all engines, every 10 s, each within 10 s; the third miss in a row
-is death. A probe is a real generation, and tokens made meanwhile count as life too, since a long
+All engines are probed at the same time, each in rounds that begin every 10 s. A probe is a real
+generation and has 10 s; while it stays unanswered the next one of its round goes out beside it, so
+that the third miss, which is death, comes within ``interval x misses + 5 s`` of the hang however
+long a probe may take. Any answer ends the round, and so do tokens made for others, since a long
 prefill can hold a probe up. A server process that has exited is dead at once. While engines are
 paused, publishing or offloaded they cannot answer: whoever does that to them pauses the monitor.
 
@@ -11,7 +13,6 @@ new incarnation is stale until a publication brings it up to date.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from configs.session import Health
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
 from runtime.engines.protocol import EngineAddress, EngineClient
-from runtime.errors import RunError
+from runtime.errors import RunError, TransportError
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 
@@ -31,6 +33,10 @@ Sleep = Callable[[float], Awaitable[None]]
 
 EXIT_POLL_S = 1.0
 """How often the server processes are looked at."""
+DETECT_SLACK_S = 5.0
+"""Beyond ``interval_s * misses``, from a hang to the engine's death at the latest."""
+SILENT_S = 4.0
+"""For any answer at all, of an engine that a publication could not use."""
 HOUR_S = 3600.0
 _log = get_logger()
 
@@ -50,6 +56,20 @@ class HealthSettings:
     backoff_s: float = 5.0
     """Before the second restart within the hour; doubles with each further one."""
 
+    @property
+    def probe_spacing_s(self) -> float:
+        """Between the probes of one round, as far apart as the promised time of detection allows.
+
+        An engine may hang just after a round, so the next one begins ``interval_s`` later, and the
+        last of its probes still gets its whole ``timeout_s``. Where the settings leave no room for
+        that promise (a timeout above the whole sum) probes follow each other as fast as we look.
+        """
+        if self.misses == 1:
+            return 0.0
+        promised = self.interval_s * self.misses + DETECT_SLACK_S
+        left = promised - self.interval_s - self.timeout_s - 2 * EXIT_POLL_S
+        return min(self.interval_s, max(EXIT_POLL_S, left / (self.misses - 1)))
+
 
 def health_settings(health: Health) -> HealthSettings:
     """``[health]`` as the monitor takes it."""
@@ -66,12 +86,11 @@ def health_settings(health: Health) -> HealthSettings:
 class _Watch:
     """What the monitor remembers of one incarnation."""
 
-    __slots__ = ("incarnation", "misses", "probe_at")
+    __slots__ = ("incarnation", "round_at")
 
-    def __init__(self, incarnation: str, probe_at: float) -> None:
+    def __init__(self, incarnation: str, round_at: float) -> None:
         self.incarnation = incarnation
-        self.probe_at = probe_at
-        self.misses = 0
+        self.round_at = round_at
 
 
 class HealthMonitor:
@@ -105,9 +124,9 @@ class HealthMonitor:
         self._watches: dict[int, _Watch] = {}
         self._restarts: dict[int, deque[float]] = {slot: deque() for slot in runners}
         self._busy: set[int] = set()
-        self._checking: set[int] = set()
+        self._looking: set[int] = set()
+        self._rounds: dict[int, anyio.CancelScope] = {}
         self._pauses = 0
-        self._turn = 0
         self._tasks: TaskGroup | None = None
 
     # --- Life -------------------------------------------------------------------------------
@@ -158,9 +177,13 @@ class HealthMonitor:
         await self._pool.close()
 
     def pause(self) -> None:
-        """Engines cannot answer for a while (publication, offload). Nests; ``resume`` each time."""
+        """Engines cannot answer for a while (publication, offload). Nests; ``resume`` each time.
+
+        What was asked and is not answered yet says nothing any more.
+        """
         self._pauses += 1
-        self._turn += 1
+        for scope in self._rounds.values():
+            scope.cancel()
 
     def resume(self) -> None:
         """They can again; every engine gets ``first_wait`` before its next probe."""
@@ -168,8 +191,7 @@ class HealthMonitor:
         if self._pauses == 0:
             first = self._clock.monotonic() + self._settings.first_wait_s
             for watch in self._watches.values():
-                watch.misses = 0
-                watch.probe_at = first
+                watch.round_at = first
 
     @property
     def is_paused(self) -> bool:
@@ -186,14 +208,69 @@ class HealthMonitor:
         """
         if not self._pool.mark_dead(slot, incarnation, reason):
             return False
+        if slot in self._rounds:
+            self._rounds[slot].cancel()
         await self._bury(slot)
         return True
+
+    async def bury_lost(self) -> list[int]:
+        """End every engine that is gone or answers nothing, without waiting for a look or a round.
+
+        After a publication failed: it paused the monitor, and its retry must not meet an engine
+        that cannot take part any more. With its own wait of 30 s for an answer, a hung engine is
+        dead here in the same time as by probes. Returns which slots.
+        """
+        gone: list[int] = []
+
+        async def look(engine: LiveEngine) -> None:
+            reason = await self._why_lost(engine)
+            if reason is not None and await self.kill(engine.slot, engine.incarnation, reason):
+                gone.append(engine.slot)
+
+        async with anyio.create_task_group() as tasks:
+            for engine in self._pool.live():
+                tasks.start_soon(look, engine)
+        return sorted(gone)
+
+    async def _why_lost(self, engine: LiveEngine) -> str | None:
+        if not await self._runners[engine.slot].is_running():
+            return "its server process has exited"
+        if self._settings.enabled and await self._is_silent(engine.client):
+            return f"it answered nothing for {SILENT_S:g} s after a publication had failed"
+        return None
+
+    async def _is_silent(self, client: EngineClient) -> bool:
+        """No answer of any kind; a refusal is one, and a paused engine still tells its load."""
+        has_answered = False
+
+        async def ask(scope: anyio.CancelScope) -> None:
+            nonlocal has_answered
+            try:
+                await client.load()
+            except TransportError:
+                pass
+            except RunError:
+                has_answered = True
+            else:
+                has_answered = True
+            scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, tasks.cancel_scope)
+            await self._sleep(SILENT_S)
+            tasks.cancel_scope.cancel()
+        return not has_answered
 
     def is_exhausted(self, slot: int) -> bool:
         """The slot has used up its restarts of this hour, or recovery is off."""
         return not self._settings.enabled or self._num_restarts(slot) >= (
             self._settings.restarts_per_hour
         )
+
+    def renew(self) -> None:
+        """Every slot has all its restarts again: a person looked, and asked for one more try."""
+        for times in self._restarts.values():
+            times.clear()
 
     @property
     def lost_slots(self) -> list[int]:
@@ -216,45 +293,65 @@ class HealthMonitor:
         assert self._tasks is not None
         if not self.is_paused:
             for engine in self._pool.live():
-                if engine.slot not in self._busy | self._checking:
-                    self._checking.add(engine.slot)
-                    self._tasks.start_soon(self._check, engine)
+                if engine.slot not in self._busy:
+                    self._look_at(engine, self._tasks)
         for view in self._pool.views():
             if view.state is SlotState.DEAD:
                 self._restart_soon(view.slot)
         await self._pool.close_left()
 
-    async def _check(self, engine: LiveEngine) -> None:
+    def _look_at(self, engine: LiveEngine, tasks: TaskGroup) -> None:
+        if engine.slot not in self._looking:
+            self._looking.add(engine.slot)
+            tasks.start_soon(self._check_exit, engine)
+        watch, now = self._watch(engine), self._clock.monotonic()
+        if now >= watch.round_at and engine.slot not in self._rounds:
+            watch.round_at = now + self._settings.interval_s
+            self._rounds[engine.slot] = anyio.CancelScope()
+            tasks.start_soon(self._probe_round, engine, self._rounds[engine.slot])
+
+    async def _check_exit(self, engine: LiveEngine) -> None:
         try:
             if not await self._runners[engine.slot].is_running():
                 await self.kill(engine.slot, engine.incarnation, "its server process has exited")
-                return
-            watch = self._watch(engine)
-            while self._clock.monotonic() >= watch.probe_at:
-                watch.probe_at = self._clock.monotonic() + self._settings.interval_s
-                turn = self._turn
-                shows_life = await self._shows_life(engine.client)
-                if turn != self._turn or self.is_paused:
-                    return  # it was paused meanwhile: the answer says nothing
-                await self._judge(engine, watch, shows_life=shows_life)
         finally:
-            self._checking.discard(engine.slot)
+            self._looking.discard(engine.slot)
 
-    async def _judge(self, engine: LiveEngine, watch: _Watch, *, shows_life: bool) -> None:
-        if shows_life:
-            watch.misses = 0
+    async def _probe_round(self, engine: LiveEngine, scope: anyio.CancelScope) -> None:
+        """Probes beside each other until one shows life or all are missed; void when cancelled."""
+        misses = 0
+        is_alive = False
+
+        async def probe(number: int) -> None:
+            nonlocal misses, is_alive
+            await self._sleep(number * self._settings.probe_spacing_s)
+            if await self._shows_life(engine.client):
+                is_alive = True
+                scope.cancel()
+                return
+            misses += 1
+            if misses < self._settings.misses:
+                self._pool.mark_suspect(engine.slot, engine.incarnation, self._said(misses))
+
+        try:
+            with scope:
+                async with anyio.create_task_group() as probes:
+                    for number in range(self._settings.misses):
+                        probes.start_soon(probe, number)
+        finally:
+            del self._rounds[engine.slot]
+        if is_alive:
             self._pool.mark_recovered(engine.slot, engine.incarnation)
-            return
-        watch.misses += 1
-        reason = f"{watch.misses} of {self._settings.misses} probes missed in a row"
-        if watch.misses >= self._settings.misses:
-            watch.probe_at = math.inf
-            await self.kill(engine.slot, engine.incarnation, reason)
-        else:
-            self._pool.mark_suspect(engine.slot, engine.incarnation, reason)
+        elif misses == self._settings.misses and not scope.cancel_called:
+            await self.kill(engine.slot, engine.incarnation, self._said(misses))
+
+    def _said(self, misses: int) -> str:
+        return f"{misses} of {self._settings.misses} probes missed in a row"
 
     async def _shows_life(self, client: EngineClient) -> bool:
         """It answers a generation probe, or makes tokens for others while the probe waits."""
+        if faults.plan is not None and await faults.plan.pause("engine.probe") is faults.Kind.DROP:
+            return False
         is_alive = has_moved = False
 
         async def count_tokens() -> None:
@@ -287,6 +384,8 @@ class HealthMonitor:
         """End whatever is left of the server; a new one may need its memory and its port."""
         self._busy.add(slot)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("engine.bury")
             with anyio.CancelScope(shield=True):  # bounded by the runner itself
                 await self._runners[slot].stop()
         finally:
@@ -304,6 +403,8 @@ class HealthMonitor:
             self._restarts[slot].append(self._clock.monotonic())
             if used:
                 await self._sleep(self._settings.backoff_s * 2 ** (used - 1))
+            if faults.plan is not None:
+                await faults.plan.pause("engine.restart")
             if self._pool.state(slot) is not SlotState.DEAD:
                 return  # retired meanwhile
             self._pool.restarting(slot)
@@ -316,6 +417,8 @@ class HealthMonitor:
             self._busy.discard(slot)
 
     async def _join(self, slot: int) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("engine.start")
         address = await self._runners[slot].start()
         client = self._connect(address)
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, cast
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.protocol import EngineAddress, EngineClient, EngineInfo
 from runtime.errors import ContractViolation, UnavailableError
@@ -371,6 +372,8 @@ class EnginePool:
         slot.active = 0
 
     def _move(self, slot: _Slot, state: SlotState, reason: str) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("engine.state")
         self._allow(slot, state, reason)
         before, slot.state, slot.reason = slot.state, state, reason
         slot.since = self._clock.monotonic()

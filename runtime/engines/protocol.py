@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from runtime.data.samples import Span
 from runtime.policy import PolicyId
+
+if TYPE_CHECKING:
+    from runtime.engines.shared import SharedBucket
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -74,6 +77,22 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDigest:
+    """How an engine says which weights it holds (``runtime.publication.digests``)."""
+
+    names: Literal["hf", "fused"] = "hf"
+    """``fused``: q, k and v as one tensor, gate and up as one, the vocabulary padded."""
+    tensor: int = 1
+    """Ranks of the engine, each with its shards; names carry the rank when there are several."""
+    hash: Literal["sha256", "mix64"] = "sha256"
+    """``sha256``: first 64 bits of it. ``mix64``: SGLang's own on a GPU."""
+
+
+Sharing = Literal["none", "memory", "cuda"]
+"""Which shared memory an engine opens: none, files in memory, or the trainer's on its GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What was probed once at start, never guessed."""
 
@@ -82,10 +101,19 @@ class EngineInfo:
     context_length: int
     max_running_requests: int
     native_spans: bool
-    """Per-token spans survive a swap in place."""
+    """Per-token spans survive a swap in place: proved by a swap."""
     takes_salt: bool
+    """A salt keeps cached prefixes apart."""
+    forgets_prefixes: bool = False
+    """No cached prefix is used under other weights than made it, whatever the salt says."""
     update_bracket: bool
     """/begin_weight_update and /end_weight_update must surround tensor updates."""
+    digest: WeightDigest = WeightDigest()
+    """How ``checksums`` names and hashes its weights."""
+    flat_broadcast: bool = False
+    """Takes a whole bucket as one broadcast of its bytes."""
+    shares: Sharing = "none"
+    """What ``update_from_shared`` can open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +190,10 @@ class EngineClient(Protocol):
         """Load a safetensors folder and serve it as ``policy``."""
         ...
 
+    async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:
+        """Load one bucket from memory that this machine's processes share; copied on return."""
+        ...
+
     async def begin_update(self) -> None:
         """Open a weight-update session where the engine has one; otherwise nothing."""
         ...
@@ -177,9 +209,18 @@ class EngineClient(Protocol):
         ...
 
     async def update_from_distributed(
-        self, specs: Sequence[TensorSpec], *, group: str, policy: PolicyId | None, flush: bool
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        group: str,
+        policy: PolicyId | None,
+        flush: bool,
+        flat: bool = False,
     ) -> None:
-        """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer."""
+        """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer.
+
+        ``flat``: as one run of bytes instead of tensor by tensor.
+        """
         ...
 
     async def destroy_update_group(self, name: str) -> None:

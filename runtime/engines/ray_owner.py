@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,10 @@ class EngineActor:
     """
 
     def __init__(self, owner: EngineOwner, attempt_dir: str, epoch: int) -> None:
-        from runtime.session import deadman
+        from runtime.session.member import join_attempt
 
         self._owner = owner
-        deadman.watch(attempt_dir, epoch=epoch, on_lost=owner.stop)
+        join_attempt(attempt_dir, epoch=epoch, on_lost=owner.stop)
 
     def start(self) -> EngineAddress:
         """Start the server; see ``EngineOwner.start``."""
@@ -48,6 +49,8 @@ class RaySlot:
     start_deadline_s: float
     stop_deadline_s: float = 10.0
     num_gpus: float = 0
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """More options of the actor: which node it belongs on."""
     _actor: Any = field(default=None, init=False)
 
     async def start(self) -> EngineAddress:
@@ -68,6 +71,7 @@ class RaySlot:
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,
+            **self.options,
         )(EngineActor)
         self._actor = actor_class.remote(self.owner, self.attempt_dir, self.epoch)
         try:

@@ -57,8 +57,9 @@ def win_or_attach(
         spec_json: our resolved run file, to name differences.
         clock: of this process.
         here: this host and boot.
-        lost_attempt: an attempt that the caller has found lost (``ensure``): its owner is not taken
-            for alive any more. Its guard's lease decides in the end.
+        lost_attempt: an attempt that the caller has found lost (by ``ensure``, or because its
+            scheduler says so): its owner is not taken for alive any more. Its guard's lease decides
+            in the end.
 
     Returns:
         The launch, and with ``started`` the attempt's folder, won and still empty.
@@ -73,7 +74,8 @@ def win_or_attach(
     if history.is_complete(records):
         return Launch(how="complete", attempt=last), None
     waiting = pending(root, records, here)
-    if waiting is not None and not waiting.is_over:
+    is_lost = waiting is not None and waiting.attempt.number == lost_attempt
+    if waiting is not None and not waiting.is_over and not is_lost:
         return _attach(waiting.attempt, waiting.claim, claim, spec_json), None
     is_live = epoch is not None and history.current_end(records) is None and last != lost_attempt
     if is_live and Presence(root, clock=clock, here=here).gone(records) is None:

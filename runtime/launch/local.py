@@ -13,12 +13,11 @@ from pathlib import Path
 from runtime.clock import Clock, SystemClock
 from runtime.errors import DiskFull
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
+from runtime.launch.freezing import freeze, lease_for
 from runtime.rundir import atomic, enter
 from runtime.rundir.attempt import AttemptFile, Started
 from runtime.rundir.claims import LOCAL, make_claim
-from runtime.rundir.filesystem import is_shared
 from runtime.rundir.layout import AttemptDir, RunRoot
-from runtime.rundir.lease import LOCAL_LEASE_S, SHARED_LEASE_S
 from runtime.rundir.processes import HostBoot, free_environment
 from runtime.rundir.workflow import Counts
 
@@ -85,30 +84,27 @@ class LocalLaunch:
             here=HostBoot.here(),
             lost_attempt=lost_attempt,
         )
-        if attempt is None:
-            return launch
-        if lease_s is None:
-            lease_s = SHARED_LEASE_S if is_shared(at.path) else LOCAL_LEASE_S
-        asked = AttemptFile(
-            run=run,
-            training_digest=training_digest,
-            session=tuple(session),
-            companion=tuple(companion),
-            env=dict(env or {}),
-            lease_s=lease_s,
-            grace_s=grace_s,
-            expected=expected or Counts(),
-            reason=reason,
-        )
+        if attempt is not None:
+            order = AttemptFile(
+                run=run,
+                training_digest=training_digest,
+                session=tuple(session),
+                companion=tuple(companion),
+                env=dict(env or {}),
+                lease_s=lease_for(at, is_remote=False) if lease_s is None else lease_s,
+                grace_s=grace_s,
+                expected=expected or Counts(),
+                reason=reason,
+            )
+            self._begin(attempt, spec_json, plan_json, order)
+        return launch
+
+    def _begin(
+        self, attempt: AttemptDir, spec_json: str, plan_json: str, order: AttemptFile
+    ) -> None:
+        """Write a won attempt down and start its guard."""
         try:
-            for path, data in (
-                (attempt.run, spec_json.encode()),
-                (attempt.plan, plan_json.encode()),
-                (attempt.attempt, asked.encode()),
-                (at.run, spec_json.encode()),
-                (at.plan, plan_json.encode()),
-            ):
-                atomic.write_bytes(path, data)
+            freeze(attempt, spec_json, plan_json, order)
             process = self._spawn(attempt)
         except BaseException:
             # A claim whose launcher lives on would read as "about to start" for ever.
@@ -119,7 +115,6 @@ class LocalLaunch:
             atomic.write_bytes(attempt.started, started.encode())
         # A zombie would look alive to the lease: whoever started the guard collects it.
         threading.Thread(target=process.wait, name="guard-exit", daemon=True).start()
-        return launch
 
     def _spawn(self, attempt: AttemptDir) -> subprocess.Popen[bytes]:
         with attempt.guard_log.open("ab") as log:

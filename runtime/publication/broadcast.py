@@ -6,19 +6,20 @@ collective is aborted on all sides, the group is rebuilt without it, and the tra
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import anyio
 import structlog
 
-from runtime.engines.protocol import TensorSpec
-from runtime.errors import EngineRefused, PublicationFailed, RunError, WaitTimeout
+from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.errors import PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.collective_step import Blame, CollectiveStep, Reason, reason_of
+from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.groups import GroupPlan, members_of, plan_group
-from runtime.publication.protocol import Snapshot, Target, TransferOutcome
+from runtime.publication.protocol import ONLY_HF, Snapshot, Target, TransferOutcome
+from runtime.publication.update_sessions import UpdateSessions
 from runtime.waits import Wait, stretched
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
@@ -38,8 +39,8 @@ class Described(Protocol):
         ...
 
     @property
-    def checksums(self) -> dict[str, str]:
-        """By HF name."""
+    def digests(self) -> Mapping[WeightDigest, Mapping[str, str]]:
+        """By each kind that was asked for."""
         ...
 
     @property
@@ -51,8 +52,8 @@ class Described(Protocol):
 class BroadcastSource(Protocol):
     """The trainer group, as this transport sees it: ``BroadcastSender`` on every rank."""
 
-    async def describe(self) -> Described:
-        """Specs by bucket and checksums of the current weights."""
+    async def describe(self, kinds: frozenset[WeightDigest]) -> Described:
+        """Specs by bucket and digests of the current weights."""
         ...
 
     async def free_port(self, host: str) -> int:
@@ -63,8 +64,8 @@ class BroadcastSource(Protocol):
         """Join as rank 0; returns when all have joined."""
         ...
 
-    async def send_bucket(self, index: int) -> None:
-        """Broadcast one bucket; returns when it is sent."""
+    async def send_bucket(self, index: int, flat: bool) -> None:
+        """Broadcast one bucket, as one run of bytes if ``flat``; returns when it is sent."""
         ...
 
     async def abort(self) -> None:
@@ -82,6 +83,7 @@ class BroadcastTransport:
         ranks_per_engine: devices of each engine.
         group_timeout_s: limit of joining a group, and of one bucket. Also how long an aborted
             collective may keep its members, so not much longer than a bucket needs.
+        diagnostics: told of each step.
     """
 
     name = "broadcast"
@@ -95,6 +97,7 @@ class BroadcastTransport:
         backend: str = "gloo",
         ranks_per_engine: int = 1,
         group_timeout_s: float = 30.0,
+        diagnostics: Diagnostics | None = None,
     ) -> None:
         self._source = source
         self._host = host
@@ -106,19 +109,20 @@ class BroadcastTransport:
         self._group: GroupPlan | None = None
         self._clients: dict[tuple[int, str], Target] = {}
         self._described: dict[PolicyId, Described] = {}
-        self._open: set[tuple[int, str]] = set()
-        """Incarnations whose update session may be open."""
+        self._sessions = UpdateSessions()
+        self._diagnostics = diagnostics or Diagnostics.off()
         self.num_groups = 0
         """Groups made so far."""
 
-    async def prepare(self, policy: PolicyId) -> Snapshot:
+    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
         """Describe the trainer's weights, which stand still until the publication is decided."""
-        described = self._described[policy] = await self._source.describe()
+        with self._diagnostics.step("export", policy=policy):
+            described = self._described[policy] = await self._source.describe(kinds)
         return Snapshot(
             policy=policy,
             num_tensors=described.num_tensors,
             num_bytes=described.num_bytes,
-            checksums=described.checksums,
+            digests=described.digests,
             path=None,
         )
 
@@ -155,7 +159,7 @@ class BroadcastTransport:
 
     async def ended(self, slot: int, incarnation: str) -> None:
         """A group with a dead member is of no use."""
-        self._open.discard((slot, incarnation))
+        self._sessions.ended(slot, incarnation)
         if self._group is not None and (slot, incarnation) in self._group.members:
             await self._leave()
 
@@ -178,7 +182,7 @@ class BroadcastTransport:
         blame = Blame()
         is_new = self._group is None or self._group.members != members_of(members)
         # Also tells dead engines before others wait for them to join.
-        await self._all(members, blame, self._begin)
+        await self._all(members, blame, self._sessions.begin)
         if blame.is_clean and is_new:
             await self._join(members, blame)
         for index, specs in enumerate(buckets):
@@ -187,7 +191,7 @@ class BroadcastTransport:
             last = index == len(buckets) - 1
             await self._send(index, specs, members, flush and last, blame)
         if blame.is_clean:
-            await self._all(members, blame, self._end)
+            await self._all(members, blame, self._sessions.end)
         if blame.is_clean:
             return None
         await self._leave()
@@ -195,19 +199,6 @@ class BroadcastTransport:
         if is_new and not culprits:
             raise PublicationFailed(str(blame.trainer))
         return culprits
-
-    async def _begin(self, target: Target) -> None:
-        """Open the engine's update session; one that a failed try left open is closed before."""
-        key = (target.slot, target.incarnation)
-        if key in self._open:
-            with contextlib.suppress(EngineRefused):
-                await target.client.end_update()
-        self._open.add(key)
-        await target.client.begin_update()
-
-    async def _end(self, target: Target) -> None:
-        await target.client.end_update()
-        self._open.discard((target.slot, target.incarnation))
 
     async def _join(self, members: Sequence[Target], blame: Blame) -> None:
         await self._leave()
@@ -223,17 +214,19 @@ class BroadcastTransport:
         self._clients = {(t.slot, t.incarnation): t for t in members}
 
         async def join(target: Target) -> None:
-            await target.client.init_update_group(
-                host=plan.host,
-                port=plan.port,
-                rank_offset=plan.rank_offset(target.slot),
-                world_size=plan.world_size,
-                name=plan.name,
-                backend=plan.backend,
-            )
+            with self._diagnostics.step("connect", target=target, group=plan.name):
+                await target.client.init_update_group(
+                    host=plan.host,
+                    port=plan.port,
+                    rank_offset=plan.rank_offset(target.slot),
+                    world_size=plan.world_size,
+                    name=plan.name,
+                    backend=plan.backend,
+                )
 
         async def open_group() -> None:
-            await self._source.open_group(plan, self._group_timeout_s)
+            with self._diagnostics.step("connect", group=plan.name, ranks=plan.world_size):
+                await self._source.open_group(plan, self._group_timeout_s)
 
         await self._side_by_side(members, join, open_group, blame, f"group {plan.name}")
 
@@ -247,14 +240,18 @@ class BroadcastTransport:
     ) -> None:
         assert self._group is not None
         group = self._group.name
+        infos = [await target.client.info() for target in members]
+        flat = all(info.flat_broadcast for info in infos)
 
         async def receive(target: Target) -> None:
-            await target.client.update_from_distributed(
-                specs, group=group, policy=None, flush=flush
-            )
+            with self._diagnostics.step("load", target=target, bucket=index):
+                await target.client.update_from_distributed(
+                    specs, group=group, policy=None, flush=flush, flat=flat
+                )
 
         async def send() -> None:
-            await self._source.send_bucket(index)
+            with self._diagnostics.step("broadcast", bucket=index, group=group):
+                await self._source.send_bucket(index, flat)
 
         what = f"bucket {index} over group {group}"
         await self._side_by_side(members, receive, send, blame, what)

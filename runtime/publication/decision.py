@@ -51,7 +51,7 @@ class Decision(BaseModel):
     """The policy id that was to be published."""
     previous: str | None
     """The policy published before; it stays so unless ``outcome`` is ``published``."""
-    mode: Literal["drain", "refresh"]
+    mode: Literal["drain", "refresh", "rolling"]
     transport: str
     outcome: Literal["published", "failed", "abandoned"]
     """``failed``: no engine was verified, none resumed. ``abandoned``: ended from outside."""
@@ -64,7 +64,8 @@ class Decision(BaseModel):
     stages_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Seconds per stage that was begun, in order."""
     pause_s: float | None = None
-    """From the first pause call to the last resume answer; None when nothing resumed."""
+    """From the first pause call to the last resume answer; None when nothing resumed. In ``rolling``
+    of the engine that stood longest."""
     started_at: float
     """Wall clock, seconds since the Unix epoch."""
 

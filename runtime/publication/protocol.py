@@ -7,11 +7,15 @@ A transport only moves bytes; the transaction around it (pause, verify, decide, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.engines.protocol import EngineClient
+from runtime.engines.protocol import EngineClient, WeightDigest
 from runtime.policy import PolicyId
+
+HF_SHA256 = WeightDigest()
+ONLY_HF = frozenset({HF_SHA256})
+"""What engines say unless they say otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +34,12 @@ class Snapshot:
     policy: PolicyId
     num_tensors: int
     num_bytes: int
-    checksums: Mapping[str, str]
-    """By HF name, of the trainer's own tensors as they leave it."""
     path: str | None
     """Folder with safetensors for transports that go through files."""
+    digests: Mapping[WeightDigest, Mapping[str, str]] = field(
+        default_factory=dict[WeightDigest, Mapping[str, str]]
+    )
+    """Of the trainer's own tensors as they leave it: by kind of engine, then by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +61,10 @@ class PublicationTransport(Protocol):
     brings_up_one: bool
     """Can bring a single restarted engine up to date (a fixed-size collective cannot)."""
 
-    async def prepare(self, policy: PolicyId) -> Snapshot:
+    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
         """Make the snapshot while engines still serve; the trainer's weights stand still meanwhile.
 
-        Asked again for the same policy it makes a new one. Raises whatever the trainer or the
+        ``kinds`` are the digests that some engine will answer when it is verified. Asked again for the same policy it makes a new one. Raises whatever the trainer or the
         file system raises; engines have not been touched then.
         """
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from runtime.engines.protocol import EngineInfo
 from runtime.errors import WaitTimeout
 from runtime.publication.decision import FailedEngine, Stage, VerifiedEngine
 from runtime.publication.pausing import PausePlan
@@ -19,6 +20,7 @@ class Participant:
     """One engine's way through the stages. ``failure`` is set at most once."""
 
     target: Target
+    info: EngineInfo | None = None
     plan: PausePlan | None = None
     transfer_s: float = 0.0
     failure: FailedEngine | None = None

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 import torch
 
 from runtime.engines.collective import CollectiveGroup
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
 from runtime.errors import ContractViolation
-from runtime.publication.checksum import Checksums
+from runtime.publication.digests import Digest, Digests
 from runtime.publication.groups import GroupPlan
 from runtime.publication.limits import BUCKET_BYTES
+from runtime.publication.protocol import ONLY_HF
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport
 
@@ -29,7 +30,7 @@ from runtime.publication.snapshot import WeightExport
 class Description:
     """What a broadcast will carry."""
 
-    checksums: dict[str, str]
+    digests: dict[WeightDigest, Digest]
     buckets: tuple[tuple[TensorSpec, ...], ...]
     """Specs of each bucket, in the order they are sent."""
     num_bytes: int
@@ -37,7 +38,7 @@ class Description:
     @property
     def num_tensors(self) -> int:
         """Tensors of all buckets."""
-        return len(self.checksums)
+        return sum(map(len, self.buckets))
 
 
 class BroadcastSender:
@@ -61,17 +62,17 @@ class BroadcastSender:
         self._next = 0
         self._export: Iterator[list[tuple[str, torch.Tensor]]] | None = None
 
-    def describe(self) -> Description:
-        """Walk through the export once for specs and checksums; nothing is sent."""
+    def describe(self, kinds: Iterable[WeightDigest] = ONLY_HF) -> Description:
+        """Walk through the export once for specs and digests; nothing is sent."""
         total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
         buckets: list[tuple[TensorSpec, ...]] = []
-        with Checksums(total, self._bucket_bytes) as sums:
+        with Digests(kinds, total, self._bucket_bytes) as sums:
             for bucket in self._backend.export_weights(self._bucket_bytes):
                 buckets.append(tuple(spec_of(name, tensor) for name, tensor in bucket))
                 for name, tensor in bucket:
-                    sums.add(name, tensor.detach().contiguous().cpu())
-            checksums = sums.result()
-        return Description(checksums=checksums, buckets=tuple(buckets), num_bytes=sums.num_bytes)
+                    sums.add(name, tensor.detach().contiguous())
+            digests = sums.result()
+        return Description(digests=digests, buckets=tuple(buckets), num_bytes=sums.num_bytes)
 
     def free_port(self, host: str) -> int:
         """A port that nobody listens on now; one taken meanwhile fails ``open_group``."""
@@ -99,15 +100,19 @@ class BroadcastSender:
         with self._lock:
             self._group = group
 
-    def send_bucket(self, index: int) -> None:
+    def send_bucket(self, index: int, flat: bool = False) -> None:
         """Broadcast one bucket; 0 begins a new walk through the export.
+
+        Args:
+            index: which one.
+            flat: as one run of bytes, tensor after tensor without gaps.
 
         Raises:
             ContractViolation: if it is not the next one.
             RuntimeError: if a peer is gone, ``abort`` was called (before, too), or the group's
                 timeout passed.
         """
-        sending = self._start(index)
+        sending = self._start(index, flat)
         # An error raised here is kept by whoever called; it must not keep the group alive with it,
         # since peers learn of an abort only when the group is gone.
         if sending is not None:
@@ -127,7 +132,7 @@ class BroadcastSender:
         if group is not None:
             group.close()
 
-    def _start(self, index: int) -> Future[None] | None:
+    def _start(self, index: int, flat: bool) -> Future[None] | None:
         """Take the next bucket and begin to send it; None on ranks that do not send."""
         if index == 0:
             self._export, self._next = self._backend.export_weights(self._bucket_bytes), 0
@@ -148,6 +153,8 @@ class BroadcastSender:
         with self._lock:
             self._sending = sending
         tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        if flat:
+            tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
         # A thread that can be left behind: gloo ends an operation at its timeout and not before.
         threading.Thread(
             target=_send, args=(group, tensors, sending), name="broadcast", daemon=True

@@ -5,7 +5,7 @@ Runs in the process of each trainer rank. Weights stream through one bucket at a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Protocol
 
 import torch
 
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
 from runtime.errors import ContractViolation
-from runtime.publication.checksum import Checksums
+from runtime.publication.digests import Digest, Digests
 from runtime.publication.limits import BUCKET_BYTES
+from runtime.publication.protocol import HF_SHA256, ONLY_HF
 from runtime.publication.safetensors_file import (
     INDEX,
     SafetensorsFile,
@@ -48,13 +49,19 @@ class WrittenSnapshot:
     num_tensors: int
     num_bytes: int
     """Of the tensors' data, headers not counted."""
-    checksums: dict[str, str]
-    """By HF name, of the tensors as they left the trainer, not as read back."""
+    digests: dict[WeightDigest, Digest]
+    """Of the tensors as they left the trainer, not as read back; by each kind asked for."""
+
+    @property
+    def checksums(self) -> Digest:
+        """SHA-256 by HF name; KeyError where it was not asked for."""
+        return self.digests[HF_SHA256]
 
 
 def write_snapshot(
     backend: WeightExport,
     folder: str,
+    kinds: Iterable[WeightDigest] = ONLY_HF,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     shard_bytes: int = SHARD_BYTES,
@@ -72,14 +79,14 @@ def write_snapshot(
     shards = plan_shards(specs, shard_bytes)
     to = Path(folder)
     _remove_others(to, {shard.file for shard in shards})
-    with Checksums(sum(spec_bytes(spec) for spec in specs), bucket_bytes) as sums:
+    with Digests(kinds, sum(spec_bytes(spec) for spec in specs), bucket_bytes) as sums:
         named = _flat(backend, bucket_bytes)
         try:
             for shard in shards:
                 with SafetensorsFile(to / shard.file, shard.specs) as file:
                     for name, tensor in islice(named, len(shard.specs)):
                         host = tensor.detach().contiguous().cpu()
-                        sums.add(name, host)
+                        sums.add(name, tensor, host)
                         file.add(name, host)
                     file.finish(durable=False)
             if (more := next(named, None)) is not None:
@@ -87,11 +94,11 @@ def write_snapshot(
         finally:
             for _ in named:  # the other ranks are in the collective until it is through
                 pass
-        checksums = sums.result()
+        digests = sums.result()
     if (index := index_json(shards)) is not None:
         with disk_full_as_error(to / INDEX):
             (to / INDEX).write_bytes(index)
-    return WrittenSnapshot(num_tensors=len(specs), num_bytes=sums.num_bytes, checksums=checksums)
+    return WrittenSnapshot(num_tensors=len(specs), num_bytes=sums.num_bytes, digests=digests)
 
 
 def join_export(backend: WeightExport, *, bucket_bytes: int = BUCKET_BYTES) -> None:

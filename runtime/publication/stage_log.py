@@ -61,11 +61,16 @@ class StageLog:
         try:
             yield
         except BaseException as exc:
-            self.elapsed_s[stage] = self._clock.monotonic() - started
-            self._edge(stage, "failed", self.elapsed_s[stage], f"{type(exc).__name__}: {exc}")
+            took_s = self._took(stage, started)
+            self._edge(stage, "failed", took_s, f"{type(exc).__name__}: {exc}")
             raise
-        self.elapsed_s[stage] = self._clock.monotonic() - started
-        self._edge(stage, "finished", self.elapsed_s[stage])
+        self._edge(stage, "finished", self._took(stage, started))
+
+    def _took(self, stage: Stage, started: float) -> float:
+        """A stage that comes again, engine by engine, adds up."""
+        took_s = self._clock.monotonic() - started
+        self.elapsed_s[stage] = self.elapsed_s.get(stage, 0.0) + took_s
+        return took_s
 
     def _edge(
         self,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.protocol import EngineInfo
 from runtime.errors import EngineError, PublicationFailed, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.publication.limits import PublicationLimits
-from runtime.publication.pausing import PublicationMode, plan_pause
+from runtime.publication.pausing import PublicationMode, RefreshPause, plan_pause
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.roll import Participant, Roll
 from runtime.publication.stage_log import StageLog
@@ -21,8 +23,13 @@ from runtime.waits import Wait
 
 Kill = Callable[[int, str, str], Awaitable[None]]
 """``kill(slot, incarnation, reason)``: returns once that incarnation is gone. Idempotent."""
+Turn = Callable[[Target, "Swap"], Awaitable[None]]
+"""``turn(target, swap)``: the stages of one engine, from its last request to its first new one."""
 Drain = Callable[[], Awaitable[None]]
 """Closes admission, returns once no generation runs. What it closed its caller opens again."""
+
+Decided = Callable[[PolicyId, Sequence[Target]], None]
+"""``decided(policy, verified)``: the policy is published; verified engines are about to resume."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,8 @@ class SwapParts:
     clock: Clock
     infos: dict[tuple[int, str], EngineInfo]
     """Facts of engines by (slot, incarnation), asked for once."""
+    pause: RefreshPause = "in_place"
+    """How ``refresh`` pauses engines that can be."""
 
 
 class Swap:
@@ -60,6 +69,11 @@ class Swap:
         self._pause_s: float | None = None
         self._unflushed: list[Participant] = []
 
+    @property
+    def verified(self) -> list[Target]:
+        """Engines that nothing went wrong with so far: after ``verify`` they hold the policy."""
+        return [p.target for p in self._roll.sound]
+
     async def prepare(self) -> None:
         """Ask engines for their facts, then make the snapshot; engines still serve.
 
@@ -68,18 +82,49 @@ class Swap:
             RunError: the trainer's or the file system's own.
         """
         async with self._log.stage("prepare"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.prepare")
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
-            self._need_one()
+            self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                self.snapshot = await self._parts.transport.prepare(self.policy)
+                kinds = frozenset(p.info.digest for p in self._roll.sound if p.info is not None)
+                self.snapshot = await self._parts.transport.prepare(self.policy, kinds)
             check_snapshot(self.snapshot)
+
+    async def one_by_one(self, turn: Turn) -> None:
+        """Give every sound engine its turn; one that fails in it is gone when it ends.
+
+        Engines that had no turn yet serve on at the policy before. So when the very first one
+        fails, they are left alone: what failed may be the snapshot.
+
+        Raises:
+            PublicationFailed: if the first engine was not verified, or a failed one is not gone.
+            RunError: from the trainer's side.
+        """
+        snapshot = self._the_snapshot()
+        has_verified = False
+        for participant in self._roll.sound:
+            swap = Swap(self._parts, self._log, self.policy, [participant.target], self._mode)
+            (alone,) = swap._roll.all
+            swap.snapshot = snapshot
+            alone.info, alone.plan = participant.info, participant.plan
+            try:
+                await turn(participant.target, swap)
+                has_verified = True
+            except Exception as exc:
+                await swap.kill_failed()
+                if not (has_verified and isinstance(exc, PublicationFailed)):
+                    raise
+            finally:
+                participant.transfer_s, participant.failure = alone.transfer_s, alone.failure
+                self._pause_s = max(self._pause_s or 0.0, swap._pause_s or 0.0)
 
     async def reuse(self, snapshot: Snapshot) -> None:
         """Take a snapshot that exists, for one engine that has to catch up."""
         self.snapshot = snapshot
         async with self._log.stage("prepare"):
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
-            self._need_one()
+            self.need_one()
 
     async def drain(self, drain: Drain) -> None:
         """Wait for running requests to end. WaitTimeout past the limit; nothing was paused then."""
@@ -87,7 +132,18 @@ class Swap:
             self._log.stage("drain"),
             Wait(f"running requests to end before {self.policy}", self._limits.drain_s),
         ):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.drain")
             await drain()
+
+    @asynccontextmanager
+    async def draining(self) -> AsyncGenerator[None]:
+        """Surround what waits for one engine's requests to end; WaitTimeout past the limit."""
+        async with (
+            self._log.stage("drain"),
+            Wait(f"an engine to rest before {self.policy}", self._limits.drain_s),
+        ):
+            yield
 
     async def pause(self) -> None:
         """Stop decoding on every engine, in the way its facts allow."""
@@ -98,8 +154,10 @@ class Swap:
             await participant.target.client.pause(participant.plan.pause)
 
         async with self._log.stage("pause"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.pause")
             await self._roll.each("pause", self._limits.pause_s, one)
-            self._need_one()
+            self.need_one()
 
     async def transfer(self) -> None:
         """Move the weights; who reports an error is out.
@@ -112,6 +170,8 @@ class Swap:
         flush = all(p.plan is not None and p.plan.flush for p in members)
         limit_s = self._limits.transfer_s
         async with self._log.stage("transfer"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.transfer")
             try:
                 # The transport keeps the deadline itself, so that it can end the collective on all
                 # sides; ours is behind it, for a transport that fails to.
@@ -127,7 +187,7 @@ class Swap:
                 participant.transfer_s = outcome.elapsed_s
                 if outcome.error is not None:
                     participant.fail("transfer", outcome.kind, outcome.error)
-            self._need_one()
+            self.need_one()
         if not flush:
             self._unflushed = [p for p in self._roll.sound if p.plan is not None and p.plan.flush]
 
@@ -136,15 +196,18 @@ class Swap:
         snapshot = self._the_snapshot()
 
         async def one(participant: Participant) -> None:
-            client = participant.target.client
-            check_held(snapshot, await client.checksums())
+            client, info = participant.target.client, participant.info
+            assert info is not None
+            check_held(snapshot, await client.checksums(), info.digest)
             if participant in self._unflushed:
                 # Engines of different abilities in one publication: the transfer flushed none.
                 await client.flush_cache()
 
         async with self._log.stage("verify"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.verify")
             await self._roll.each("verify", self._limits.verify_s, one)
-            self._need_one()
+            self.need_one()
 
     async def set_policy(self) -> None:
         """Name the policy on verified engines, and read it back."""
@@ -157,8 +220,10 @@ class Swap:
                 raise EngineError(f"says it serves {found!r} after {self.policy} was set")
 
         async with self._log.stage("set_policy"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.set_policy")
             await self._roll.each("set_policy", self._limits.set_policy_s, one)
-            self._need_one()
+            self.need_one()
 
     async def kill_failed(self) -> None:
         """End every engine that is out and not yet gone.
@@ -180,6 +245,8 @@ class Swap:
             await self._parts.transport.ended(slot, incarnation)
 
         async with self._log.stage("kill"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.kill")
             left = await self._roll.each("kill", self._limits.kill_s, one, doomed)
             if left:
                 found = "; ".join(f"{p.name}: {why}" for p, why in left)
@@ -194,6 +261,8 @@ class Swap:
             await participant.target.client.resume()
 
         async with self._log.stage("resume"):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.resume")
             await self._roll.each("resume", self._limits.resume_s, one)
         if self._paused_at is not None:
             self._pause_s = self._parts.clock.monotonic() - self._paused_at
@@ -234,14 +303,20 @@ class Swap:
         info = self._parts.infos.get(key)
         if info is None:
             info = self._parts.infos[key] = await target.client.info()
-        participant.plan = plan_pause(info, self._mode)
+        participant.info = info
+        participant.plan = plan_pause(info, self._mode, self._parts.pause)
 
     def _the_snapshot(self) -> Snapshot:
         if self.snapshot is None:
             raise PublicationFailed(f"{self.policy} was not prepared")
         return self.snapshot
 
-    def _need_one(self) -> None:
+    def need_one(self) -> None:
+        """Refuse to go on without a sound engine; the error names every other one.
+
+        Raises:
+            PublicationFailed: if there is none.
+        """
         if self._roll.sound:
             return
         found = "; ".join(

@@ -15,18 +15,22 @@ from typing import Literal
 import anyio
 import structlog
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision, append_decision
 from runtime.publication.limits import PublicationLimits
-from runtime.publication.pausing import PublicationMode
+from runtime.publication.pausing import PublicationMode, RefreshPause
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.stage_log import StageEvent, StageLog, log_stage
-from runtime.publication.swap import Drain, Kill, Swap, SwapParts
+from runtime.publication.swap import Decided, Drain, Kill, Swap, SwapParts
 from runtime.telemetry.events import Event
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
+
+Rest = Callable[[Target], Awaitable[None]]
+Verified = Callable[[Target, PolicyId], None]
 
 
 class Publisher:
@@ -37,6 +41,7 @@ class Publisher:
         kill: ends an engine that must not serve again.
         record_path: ``publications.jsonl``; one line per publication, whatever came of it.
         limits: seconds per stage, before stretching.
+        pause: how ``refresh`` pauses engines that prove per-token spans.
         stage_log: gets each edge of each stage.
     """
 
@@ -48,6 +53,7 @@ class Publisher:
         record_path: Path,
         limits: PublicationLimits | None = None,
         clock: Clock | None = None,
+        pause: RefreshPause = "in_place",
         stage_log: Callable[[StageEvent], None] = log_stage,
     ) -> None:
         self._transport = transport
@@ -58,6 +64,7 @@ class Publisher:
             limits=(limits or PublicationLimits()).stretched(),
             clock=self._clock,
             infos={},
+            pause=pause,
         )
         self._record_path = record_path
         self._stage_log = stage_log
@@ -88,6 +95,9 @@ class Publisher:
         *,
         mode: PublicationMode,
         drain: Drain | None = None,
+        rest: Rest | None = None,
+        verified: Verified | None = None,
+        decided: Decided | None = None,
     ) -> Decision:
         """Make ``policy`` the published one on every target that can be verified.
 
@@ -98,22 +108,37 @@ class Publisher:
         Args:
             policy: what the trainer holds now.
             targets: the engines that take part; their order means nothing.
-            mode: ``drain`` awaits ``drain`` first, ``refresh`` swaps under running requests.
+            mode: ``drain`` awaits ``drain`` first, ``refresh`` swaps under running requests,
+                ``rolling`` takes engine by engine while the others serve.
             drain: needed in ``drain`` mode, not looked at otherwise.
+            rest: needed in ``rolling`` mode: gives an engine no new work, and returns when it has
+                none left or its time for that is up.
+            verified: told in ``rolling`` mode of each engine that serves the new policy.
+            decided: told before anything resumes, so that no request goes to new weights with an
+                old policy as its salt.
 
         Raises:
             PublicationFailed: if no target was verified, or one that was not could not be ended.
-                The old policy stays published and nothing resumes until a retry succeeds.
+                The old policy stays published and nothing resumes until a retry succeeds; in
+                ``rolling`` mode engines that had no turn serve it on.
             RunError: whatever the trainer's side raised (TrainerLost, DiskFull); the same
                 consequence, except that before the pause engines have not been touched.
-            ValueError: if ``drain`` is missing in ``drain`` mode.
+            ValueError: if a callback of the mode is missing, or the transport serves all engines
+                at once in ``rolling`` mode.
         """
         if mode == "drain" and drain is None:
             raise ValueError("drain mode needs a drain callback")
+        if mode == "rolling" and (rest is None or not self._transport.brings_up_one):
+            raise ValueError("rolling mode needs a rest callback and a transport to one engine")
         async with self._lock:
             log = StageLog(policy, self._clock, self._stage_log)
             swap = Swap(self._parts, log, policy, targets, mode)
-            return await self._closed("publication", swap, self._publish(swap, drain))
+            stages = (
+                self._publish(swap, drain, decided)
+                if rest is None or mode != "rolling"
+                else self._roll(swap, rest, verified)
+            )
+            return await self._closed("publication", swap, stages)
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Decision:
         """Bring one restarted engine to the published policy; ``decision.policy`` says which it is.
@@ -167,7 +192,7 @@ class Publisher:
             self._snapshot = None
             await self._transport.close()
 
-    async def _publish(self, swap: Swap, drain: Drain | None) -> None:
+    async def _publish(self, swap: Swap, drain: Drain | None, decided: Decided | None) -> None:
         await swap.prepare()
         if drain is not None and not self._is_halted:
             # Halted engines stand paused: what they hold cannot end before the retry.
@@ -181,10 +206,41 @@ class Publisher:
         previous, self._snapshot = self._snapshot, swap.snapshot
         self._published = swap.policy
         self._is_halted = False
+        if decided is not None:
+            decided(swap.policy, swap.verified)
         await swap.resume()
-        await swap.kill_failed()
+        await self._kill_unresumed(swap)
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
+
+    async def _roll(self, swap: Swap, rest: Rest, verified: Verified | None) -> None:
+        await swap.prepare()
+        previous = self._snapshot
+
+        async def turn(target: Target, one: Swap) -> None:
+            async with one.draining():
+                await rest(target)
+            await self._swap_in(one)
+            await one.kill_failed()
+            one.need_one()
+            self._snapshot, self._published = swap.snapshot, swap.policy
+            if verified is not None:
+                verified(target, swap.policy)
+
+        await swap.one_by_one(turn)
+        if previous is not None and previous.policy != swap.policy:
+            await self._transport.release(previous.policy)
+
+    async def _kill_unresumed(self, swap: Swap) -> None:
+        """End engines that did not answer the resume; that one lives on undoes nothing.
+
+        The publication is decided, the others serve it. What could not be ended holds the right
+        weights, was taken out of routing before, and its slot's restart ends it again.
+        """
+        try:
+            await swap.kill_failed()
+        except PublicationFailed as exc:
+            _log.warning(Event.PUBLICATION_KILL_FAILED, policy=str(swap.policy), error=exc.message)
 
     async def _bring_up(self, swap: Swap, snapshot: Snapshot) -> None:
         try:
@@ -234,7 +290,7 @@ class Publisher:
             self._record(
                 swap.decision(kind=kind, outcome="failed", previous=previous, reason=str(exc))
             )
-            if kind == "publication" and swap.snapshot is not None:
+            if kind == "publication" and swap.snapshot not in (None, self._snapshot):
                 await self._transport.release(swap.policy)
             raise
         except BaseException as exc:
@@ -248,6 +304,8 @@ class Publisher:
         return decision
 
     def _record(self, decision: Decision) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("publication.record")
         facts = decision.model_dump(mode="json", exclude={"schema_version"})
         if decision.outcome == "published":
             _log.info(Event.PUBLICATION_COMMITTED, **facts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from runtime.engines.protocol import WeightDigest
 from runtime.errors import ContractViolation, EngineError
-from runtime.publication.protocol import Snapshot
+from runtime.publication.protocol import HF_SHA256, Snapshot
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -16,35 +17,43 @@ def check_snapshot(snapshot: Snapshot) -> None:
     """
     if snapshot.num_tensors == 0 or snapshot.num_bytes == 0:
         raise ContractViolation(f"the snapshot of {snapshot.policy} holds no weights")
-    if len(snapshot.checksums) != snapshot.num_tensors:
-        raise ContractViolation(
-            f"the snapshot of {snapshot.policy} counts {snapshot.num_tensors} tensors "
-            f"and has checksums for {len(snapshot.checksums)}"
-        )
+    for kind, digests in snapshot.digests.items():
+        if not digests or (kind.names == "hf" and len(digests) != snapshot.num_tensors):
+            raise ContractViolation(
+                f"the snapshot of {snapshot.policy} counts {snapshot.num_tensors} tensors "
+                f"and has {len(digests)} digests by {kind}"
+            )
 
 
-def check_held(snapshot: Snapshot, held: Mapping[str, str]) -> None:
+def check_held(snapshot: Snapshot, held: Mapping[str, str], kind: WeightDigest = HF_SHA256) -> None:
     """Compare what an engine holds with what left the trainer.
 
     A tensor's checksum covers all of its bytes, so equal checksums under equal names are equal
     counts and equal bytes. An extra name on the engine is a weight that was not published: refused
     too.
 
+    Args:
+        snapshot: what was published.
+        held: what the engine answered.
+        kind: how it names and hashes its weights.
+
     Raises:
         EngineError: if anything differs; names up to three tensors of each kind.
     """
-    missing = [name for name in snapshot.checksums if name not in held]
-    extra = [name for name in held if name not in snapshot.checksums]
-    other = [
-        name
-        for name, checksum in snapshot.checksums.items()
-        if held.get(name, checksum) != checksum
-    ]
+    right_ones = snapshot.digests.get(kind)
+    if right_ones is None:
+        raise EngineError(
+            f"the snapshot of {snapshot.policy} was made for engines of other kinds than {kind}: "
+            "nothing here can be verified; it can at the next publication"
+        )
+    missing = [name for name in right_ones if name not in held]
+    extra = [name for name in held if name not in right_ones]
+    other = [name for name, checksum in right_ones.items() if held.get(name, checksum) != checksum]
     if not (missing or extra or other):
         return
-    right = snapshot.num_tensors - len(missing) - len(other)
+    right = len(right_ones) - len(missing) - len(other)
     raise EngineError(
-        f"{right} of {snapshot.num_tensors} tensors of {snapshot.policy} were verified: "
+        f"{right} of {len(right_ones)} tensors of {snapshot.policy} were verified: "
         f"missing {_some(missing)}, not published {_some(extra)}, other bytes {_some(other)}",
         num_missing=len(missing),
         num_extra=len(extra),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from runtime import faults
 from runtime.engines.pool import EnginePool, Route
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
 from runtime.errors import ContractViolation, TransportError
@@ -62,6 +63,8 @@ class GenerationCalls:
         else:
             await self._slots.take(n)
         try:
+            if faults.plan is not None:
+                await faults.plan.pause("generation.slot")
             place = await self._gate.enter(partial(self._cut, flight))
             try:
                 return await self._to_the_end(flight, tuple(input_ids), sampling, n)
@@ -74,6 +77,8 @@ class GenerationCalls:
         self, flight: Flight, ids: tuple[int, ...], sampling: SamplingSettings, n: int
     ) -> list[Generation]:
         route, answers = await self._send(flight, ids, sampling, n)
+        if faults.plan is not None:
+            await faults.plan.pause("generation.abort")
         if all(answer.finish != "abort" for answer in answers):
             return answers
         return await gather(
@@ -98,6 +103,8 @@ class GenerationCalls:
                 return answer
             await self._newer_than(route.policy)
             self.continued += 1
+            if faults.plan is not None:
+                await faults.plan.pause("generation.continue")
             left = sampling.max_new_tokens - len(answer.token_ids)
             if left <= 0:
                 return replace(answer, finish="length", abort_message=None)
@@ -108,6 +115,8 @@ class GenerationCalls:
 
     async def _newer_than(self, policy: PolicyId) -> None:
         # Bounded by the group's deadline. While a publication has failed, nothing goes on.
+        if faults.plan is not None:
+            await faults.plan.pause("generation.wait")
         while self._pool.published is None or self._pool.published <= policy:
             await self._published.wait()
 
@@ -139,7 +148,12 @@ class GenerationCalls:
         self._pool.enter(route, request.n)
         self.active += 1
         try:
-            return await route.client.generate(request, deadline_s=self._settings.call_deadline_s)
+            await _lossy("generation.request", request)
+            answers = await route.client.generate(
+                request, deadline_s=self._settings.call_deadline_s
+            )
+            await _lossy("generation.answer", request)
+            return answers
         finally:
             self.active -= 1
             self._pool.leave(route, request.n)
@@ -158,6 +172,11 @@ class GenerationCalls:
                     incarnation=key[1],
                 )
             )
+
+
+async def _lossy(point: str, request: GenerateRequest) -> None:
+    if faults.plan is not None and await faults.plan.pause(point) is faults.Kind.DROP:
+        raise TransportError(f"{request.rid} was lost at {point}", rid=request.rid)
 
 
 def _problem(answers: list[Generation], route: Route, request: GenerateRequest) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import anyio
 
+from runtime import faults
 from runtime.data.samples import Group, Prompt, Sample, validate_sample
 from runtime.engines.pool import Route
 from runtime.errors import ContractViolation, GenerationTimeout, ServingError
@@ -137,6 +138,8 @@ async def make_group(
         prompt=flight.prompt, num_samples=settings.samples_per_prompt, sampling=settings.sampling
     )
     samples = await function(task, generate)
+    if faults.plan is not None:
+        await faults.plan.pause("group.generated")
     _validate(samples, flight, settings)
     flight.is_generated = True
     on_generated()

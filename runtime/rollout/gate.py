@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.errors import ContractViolation, WaitTimeout
 from runtime.telemetry.events import Event
@@ -86,6 +87,8 @@ class AdmissionGate:
         Returns:
             The place, to be handed to ``leave`` at the HTTP answer, whatever it was.
         """
+        if faults.plan is not None:
+            await faults.plan.pause("gate.enter")
         call = AdmittedCall(cut)
         if self.is_open:
             self._active[call] = None
@@ -132,6 +135,18 @@ class AdmissionGate:
             return self._open_s
         return self._open_s + self._clock.monotonic() - self._opened_at
 
+    def shut(self, reason: str) -> None:
+        """Admit no more training calls; those inside go on. Idempotent.
+
+        Args:
+            reason: for the record.
+        """
+        if self._opened_at is None:
+            return
+        self._open_s += self._clock.monotonic() - self._opened_at
+        self._opened_at = None
+        self._tell(Event.GENERATION_PAUSED, reason=reason, active=self.active)
+
     async def close(self, *, drain_deadline_s: float, reason: str) -> int:
         """Shut the gate and wait until nobody is inside.
 
@@ -149,10 +164,9 @@ class AdmissionGate:
         Raises:
             WaitTimeout: if a cut call does not come back.
         """
-        if self._opened_at is not None:
-            self._open_s += self._clock.monotonic() - self._opened_at
-            self._opened_at = None
-            self._tell(Event.GENERATION_PAUSED, reason=reason, active=self.active)
+        if faults.plan is not None:
+            await faults.plan.pause("gate.close")
+        self.shut(reason)
         if await self._drained_within(drain_deadline_s):
             return 0
         stragglers = list(self._active)
@@ -167,6 +181,8 @@ class AdmissionGate:
 
     def open(self) -> None:
         """Admit training calls again, the longest waiting first. Idempotent."""
+        if faults.plan is not None:
+            faults.plan.reach("gate.open")
         if self.is_open:
             return
         self._opened_at = self._clock.monotonic()
@@ -189,6 +205,8 @@ class AdmissionGate:
         On any failure it stays shut: the session enters again to retry, or opens it, or ends.
         """
         async with self._turn:
+            if faults.plan is not None:
+                await faults.plan.pause("gate.evaluation")
             await self.close(drain_deadline_s=drain_deadline_s, reason="evaluation")
             admission = EvaluationAdmission(max_calls)
             try:
@@ -201,6 +219,8 @@ class AdmissionGate:
     async def publication(self) -> AsyncGenerator[None, None]:
         """Keep shared evaluation out while weights are swapped; training calls are not touched."""
         async with self._turn:
+            if faults.plan is not None:
+                await faults.plan.pause("gate.publication")
             yield
 
     def listen(self, listener: GateListener) -> None:

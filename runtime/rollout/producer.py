@@ -19,6 +19,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.data.ledger import STALE, GroupKey
 from runtime.data.samples import Collection, Group
@@ -141,6 +142,8 @@ class Producer:
         Finished groups stay pending in the ledger. Does nothing if ``run`` was never started.
         """
         self._is_closing = True
+        if faults.plan is not None:
+            await faults.plan.pause("producer.close")
         self._scope.cancel()
         if self._tasks is not None:
             await self._over.wait()
@@ -189,6 +192,8 @@ class Producer:
         """
         watch = TakeWatch(self._clock, no_progress_s, on_wait)
         while True:
+            if faults.plan is not None:
+                await faults.plan.pause("producer.take")
             self._check_running()
             found = self._try_take(num_groups, trainer_policy)
             if found is not None:
@@ -276,6 +281,8 @@ class Producer:
         while True:
             while self._may_admit() and self._launch():
                 pass
+            if faults.plan is not None:
+                await faults.plan.pause("producer.admit")
             await self._admission.wait()
 
     def _may_admit(self) -> bool:
@@ -325,6 +332,8 @@ class Producer:
         error: Exception | None = None
         try:
             with flight.scope:
+                if faults.plan is not None:
+                    await faults.plan.pause("producer.group")
                 group = await make_group(
                     flight,
                     partial(self._calls.complete, flight),
@@ -344,6 +353,8 @@ class Producer:
         del self._flights[flight.key]
         self._slots.give(flight.reserved)
         fatal = self._settlement.settle(flight, group, error)
+        if faults.plan is not None and faults.plan.reach("producer.land") is faults.Kind.DUPLICATE:
+            fatal = self._settlement.settle(flight, group, error) or fatal
         self._progress()
         if fatal is not None:
             self._fail(fatal)
@@ -359,6 +370,8 @@ class Producer:
 
     async def _tick_for_ever(self) -> None:
         while True:
+            if faults.plan is not None:
+                await faults.plan.pause("producer.tick")
             await self._sleep(TICK_S)
             open_s = self._parts.gate.open_seconds()
             for flight in self._flights.values():

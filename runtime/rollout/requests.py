@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 import anyio
 
+from runtime import faults
 from runtime.data.samples import PromptId, Sample, Span
 from runtime.engines.protocol import Generation, SamplingSettings
 from runtime.errors import ContractViolation, ServingError, SessionError
@@ -46,6 +47,8 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
             failures.append(error)
             scope.cancel()
 
+    if faults.plan is not None:
+        await faults.plan.pause("group.gather")
     async with anyio.create_task_group() as tasks:
         for index, call in enumerate(calls):
             tasks.start_soon(run, index, call, tasks.cancel_scope)

@@ -73,7 +73,8 @@ class AttemptFile(_File):
     session: tuple[str, ...] = ()
     """Command of the session, the attempt's folder is appended; empty means the driver."""
     companion: tuple[str, ...] = ()
-    """Command that the guard starts beside the session and does not depend on; empty: none."""
+    """Command that the guard starts beside the session and does not depend on; ``{attempt}`` stands
+    for the attempt's folder. Empty: none."""
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the session's environment; never a secret."""
     lease_s: float = Field(gt=0)
@@ -82,6 +83,9 @@ class AttemptFile(_File):
     """From SIGTERM to SIGKILL of the session."""
     expected: Counts = Field(default_factory=Counts)
     """What the whole run is expected to make, for the workflow view."""
+    ray: Literal["own", "group", "job"] = "own"
+    """The session's Ray: its own; its own, joined by the other replicas; or the one whose job the
+    guard is."""
     reason: str = "start"
     """Why this attempt is made; goes into the epoch record."""
 

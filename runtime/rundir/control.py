@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from runtime import faults
 from runtime.rundir import atomic
 from runtime.rundir.history import current_end, newest_epoch
 from runtime.rundir.layout import RunRoot
@@ -69,6 +70,8 @@ class Control:
 
     def stop_request(self, epoch: int) -> StopRequest | None:
         """The strongest request meant for ``epoch``: now, then final, then stop."""
+        if faults.plan is not None and faults.plan.reach("control.read") is faults.Kind.DROP:
+            return None
         for mode in _FILES:
             request = self._read_stop(mode)
             if request is not None and request.epoch == epoch:
@@ -78,12 +81,16 @@ class Control:
     def request_retry(self, failure_id: str) -> None:
         """Ask for one more try of the step that is held by this failure. Idempotent."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._retry(failure_id).touch()
+        path = self._retry(failure_id)
+        atomic.point("touch", path)
+        path.touch()
 
     def take_retry(self, failure_id: str) -> bool:
         """Whether a retry was asked for; asking it here uses the request up."""
+        path = self._retry(failure_id)
+        atomic.point("unlink", path)
         try:
-            self._retry(failure_id).unlink()
+            path.unlink()
         except FileNotFoundError:
             return False
         return True
@@ -91,6 +98,7 @@ class Control:
     def attach(self) -> None:
         """Renew the sign that somebody is attached."""
         path = self._folder / "attached"
+        atomic.point("touch", path)
         try:
             os.utime(path)
         except FileNotFoundError:

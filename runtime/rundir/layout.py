@@ -9,6 +9,9 @@ from pathlib import Path
 EXPORT_RECEIPT = "milepost.json"
 """Lies in a finished export, beside the weights it proves."""
 
+CODE = "code"
+"""In an attempt's folder: the code that travelled with its job, where no image holds it."""
+
 _ATTEMPT = re.compile(r"[1-9]\d*")
 
 
@@ -252,6 +255,11 @@ class AttemptDir:
     def reserve(self) -> Path:
         """Space that is freed to write the failure record."""
         return self.path / "reserve"
+
+    @property
+    def code(self) -> Path:
+        """Code that travelled with the job; absent where an image or a checkout holds it."""
+        return self.path / CODE
 
     @property
     def guard_log(self) -> Path:

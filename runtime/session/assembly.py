@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,37 +14,46 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.identity import RunIdentity, differences
 from runtime.checkpoints.resume import Restorable, check_restored, find_restorable
 from runtime.checkpoints.retention import retain
+from runtime.checkpoints.upload import Uploads
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
 from runtime.errors import ConfigError, SessionLost
 from runtime.evaluation.snapshots import pinned_policies
+from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
+from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
-from runtime.session import deadman
 from runtime.session.books import Books
 from runtime.session.caching import SessionCaches
-from runtime.session.cluster import LocalRay, take_signals_back
+from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
 from runtime.session.exporting import SessionExporter
+from runtime.session.headed import HeadRay
+from runtime.session.holding import ServingHold
+from runtime.session.joined import JoinedRay, job_address
+from runtime.session.member import join_attempt
+from runtime.session.nodes import Nodes
 from runtime.session.parts import Parts
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.probing import AgreementProbe
-from runtime.session.publishing import Publishing
+from runtime.session.publishing import Publishing, publication_limits
 from runtime.session.retrying import StepRetries
 from runtime.session.sequence import Session
 from runtime.session.serving import (
     Engines,
+    drain_deadline_s,
     make_background_evaluator,
     make_engines,
     make_evaluator,
@@ -86,28 +96,64 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         SessionError: if a process did not come up; a new epoch may.
     """
     context = ground.context
-    local_ray = LocalRay(ground.scratch)
+    own_ray = _ray_of(ground)
     try:
-        prepared, trainer = await _prepare_beside(ground, local_ray)
+        prepared, trainer = await _prepare_beside(ground, own_ray)
+        nodes = own_ray.nodes
+        ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
         if ground.caches is not None:
             # Before anything is compiled; the processes know the folder since they started.
             await ground.caches.restore(Path(prepared.model))
-        engines = make_engines(context, prepared, ground.recorder)
+        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
-            async with _session(ground, prepared, engines, trainer, facts) as session:
+            async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
                 yield session
+        except Exception:
+            # What broke first may only be the first sign of a lost node.
+            await nodes.settle()
+            raise
         finally:
             with anyio.CancelScope(shield=True):
                 await trainer.shutdown()
                 await engines.monitor.stop()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(local_ray.stop)
+            await anyio.to_thread.run_sync(own_ray.stop)
 
 
-async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared, TrainerGroup]:
+def _ray_of(ground: Ground) -> SessionRay:
+    context = ground.context
+    if context.order.ray == "own":
+        return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
+    env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
+    deadline_s = context.spec.launch.synchronized_start_timeout
+    if context.order.ray == "job":
+        return JoinedRay(
+            context.plan.topology,
+            address=job_address(),
+            env=env,
+            placement_deadline_s=deadline_s,
+        )
+    return HeadRay(
+        context.plan.topology,
+        address=os.environ[GROUP_ADDRESS],
+        env=env,
+        placement_deadline_s=deadline_s,
+        attempt=context.attempt,
+        epoch=context.epoch,
+        scratch=ground.scratch,
+    )
+
+
+def _code(context: Context) -> dict[str, str]:
+    """Where processes on other nodes find the code, if it travelled with the job."""
+    code = context.attempt.code
+    return {"PYTHONPATH": str(code)} if code.is_dir() else {}
+
+
+async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:
     """Prepare in a process of its own while Ray and the trainer's ranks start: all import much."""
     context, timing = ground.context, ground.recorder.timing
     spec = context.spec
@@ -115,14 +161,27 @@ async def _prepare_beside(ground: Ground, local_ray: LocalRay) -> tuple[Prepared
     started: list[TrainerGroup] = []
 
     async def start_trainer() -> None:
-        await anyio.to_thread.run_sync(local_ray.start)
+        await anyio.to_thread.run_sync(own_ray.start)
+        nodes, ranks = own_ray.nodes, context.plan.topology.trainer_ranks
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
-                from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
-                Placement(ranks=context.plan.topology.trainer_ranks),
+                from_spec(
+                    spec.core,
+                    spec.rollout,
+                    dtype=spec.model.dtype,
+                    seed=spec.seed,
+                    lora=spec.lora,
+                    teacher=spec.teacher,
+                ),
+                Placement(
+                    ranks=ranks,
+                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
+                    host=nodes.address(nodes.trainer_node(0, ranks)),
+                    options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
+                ),
                 epoch=context.epoch,
-                on_start=partial(deadman.watch, str(context.attempt.path), epoch=context.epoch),
+                on_start=partial(join_attempt, str(context.attempt.path), epoch=context.epoch),
             )
         started.append(trainer)
 
@@ -158,6 +217,7 @@ async def _session(
     engines: Engines,
     trainer: TrainerGroup,
     facts: dict[str, object],
+    nodes: Nodes,
 ) -> AsyncGenerator[Session, None]:
     context, recorder = ground.context, ground.recorder
     spec = context.spec
@@ -190,31 +250,49 @@ async def _session(
         recorder.lifecycle.record(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
+        if uploads is not None:
+            uploads.committed(record)
         for name in await anyio.to_thread.run_sync(
-            _retain, context.root, context.epoch, spec.checkpoint.keep
+            _retain,
+            context.root,
+            context.epoch,
+            spec.checkpoint.keep,
+            frozenset() if uploads is None else uploads.pinned,
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
+
+    uploads = (
+        None
+        if spec.checkpoint.upload is None
+        else Uploads(
+            context.root,
+            Bucket.of(spec.checkpoint.upload),
+            keep=spec.checkpoint.keep,
+            record=recorder.lifecycle.record,
+        )
+    )
 
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
 
     transport = (
-        DiskTransport(trainer)
+        DiskTransport(trainer, root=_shared_scratch(context, nodes))
         if context.plan.publication_transport == "disk"
-        else BroadcastTransport(trainer)
+        else BroadcastTransport(trainer, host=nodes.address(0))
     )
     publishing = Publishing(
         publisher=Publisher(
             transport=transport,
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
+            limits=publication_limits(spec.rollout.drain_deadline),
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
         mode="drain" if spec.core.publication_mode == "drain" else "refresh",
-        drain_deadline_s=spec.rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
     )
     async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
@@ -229,6 +307,7 @@ async def _session(
             next_collection=update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
         )
+        books = Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks)
         background = None
         if spec.evaluation.mode == "background":
             background = make_background_evaluator(
@@ -254,6 +333,7 @@ async def _session(
                 on_committed=committed,
                 parent=None if found is None else found.commit,
                 clock=context.clock,
+                before_record=books.kept,
             ),
             evaluator=evaluator,
             probe=AgreementProbe(
@@ -274,11 +354,12 @@ async def _session(
                 detach_grace_s=spec.launch.detach_grace,
                 signals=ground.signals,
                 view=ground.view,
+                effects=ServingHold(gate=engines.gate, monitor=engines.monitor),
                 clock=context.clock,
             ),
             signals=ground.signals,
             view=ground.view,
-            books=Books(context=context, recorder=recorder, view=ground.view, tasks=ground.tasks),
+            books=books,
             recorder=recorder,
         )
         session = Session(parts, _rules(context, order, update), update=update)
@@ -291,6 +372,8 @@ async def _session(
             if background is not None:
                 tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
+            if uploads is not None:
+                tasks.start_soon(uploads.run)
             try:
                 yield session
             finally:
@@ -298,10 +381,21 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+                    if uploads is not None:
+                        await uploads.settle()
 
 
-def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
-    pinned = pinned_policies(root, Chain(root).read())
+def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
+    """Memory of this host where everything runs on it; else a folder that all nodes see."""
+    if not nodes.nodes:
+        return None
+    folder = context.root.path / "scratch"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _retain(root: RunRoot, epoch: int, keep: int, copying: Collection[str]) -> tuple[str, ...]:
+    pinned = {*pinned_policies(root, Chain(root).read()), *copying}
     return retain(root, epoch, keep=keep, pinned=pinned)
 
 

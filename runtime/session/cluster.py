@@ -1,7 +1,8 @@
-"""The attempt's own Ray: started by the session, seen by nobody else, gone with it.
+"""The attempt's Ray: its own, started by the session and gone with it; or the one its job runs on.
 
 Ray's head processes are children of this driver and die with it (parent-death signal); actors die
-with their raylet. An inherited ``RAY_ADDRESS`` is never followed.
+with their raylet. An inherited ``RAY_ADDRESS`` is followed only by an attempt that was submitted to
+a cluster as a job of it (``JoinedRay``); nothing of that cluster is started or ended here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import tempfile
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 from runtime.errors import SessionLost
+from runtime.session.nodes import Nodes
 
 _MIB = 1024 * 1024
 _START_DEADLINE_S = 120.0
+_STORE_LOST_S = 10
 _STOP_DEADLINE_S = 30.0
 _SOCKET_PATH_LIMIT = 107
 # What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
@@ -70,7 +74,30 @@ def set_environment(folder: Path) -> None:
         RAY_DISABLE_DOCKER_CPU_WARNING="1",
         RAY_memory_monitor_refresh_ms="0",
         RAY_DEDUP_LOGS="0",
+        # The control store of one node comes back to nobody: its loss is known after this.
+        RAY_gcs_rpc_server_reconnect_timeout_s=str(_STORE_LOST_S),
     )
+
+
+class SessionRay(Protocol):
+    """The Ray of one session."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """Where actors go; known once it has started."""
+        ...
+
+    def start(self) -> None:
+        """Make it answer; blocks, with a deadline.
+
+        Raises:
+            SessionError: if it does not.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Let go of it. Idempotent."""
+        ...
 
 
 class LocalRay:
@@ -86,6 +113,11 @@ class LocalRay:
         self._is_over = threading.Event()
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    @property
+    def nodes(self) -> Nodes:
+        """Everything runs on this host."""
+        return Nodes()
 
     def start(self) -> None:
         """Start it and wait until it answers.
@@ -129,6 +161,11 @@ class LocalRay:
         self._started.set_result(None)
         self._is_over.wait()
         ray.shutdown()
+
+
+def keep_job_environment() -> None:
+    """As ``set_environment``, for an attempt that is a job of a cluster: address and token stay."""
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
 
 
 def take_signals_back() -> None:

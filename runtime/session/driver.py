@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from runtime import faults
 from runtime.errors import RetryBy
 from runtime.rundir.attempt import Outcome
 from runtime.rundir.chain import Chain
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
         epoch=context.epoch,
     )
     outcome = anyio.run(_run, context, backend_options={"use_uvloop": True})
+    if faults.plan is not None:
+        faults.plan.reach("session.outcome")
     outcome.write(context.attempt)
     return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
 
@@ -80,7 +83,10 @@ async def _run(context: Context) -> Outcome:
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
     folder = cluster.scratch_folder(context.run_key, context.epoch)
-    cluster.set_environment(folder)
+    if context.order.ray != "job":
+        cluster.set_environment(folder)
+    else:
+        cluster.keep_job_environment()
     caches = SessionCaches.of(context, recorder, folder.with_name(f"{folder.name}.caches"))
     if caches is not None:
         os.environ.update(caches.environment)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, workflow
@@ -38,6 +39,7 @@ from runtime.rundir.records import Activity, EndRecord, EpochRecord
 from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
+from runtime.session.filling import fill_empty_root
 from runtime.session.outcome import KilledBy, judge
 from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
@@ -119,12 +121,15 @@ class Guard:
     # -- the life of an ownership ---------------------------------------------------------------
 
     def _own(self, lease: RunLease) -> int:
+        if faults.plan is not None:
+            faults.plan.reach("guard.lease")
         records = self._chain.read()
         before = history.newest_epoch(records)
         if before is not None and history.is_complete(records):
             # The last guard may have died between the end record and its last view.
             view = workflow.current(self._root, records, now=self._clock.time())
             self._write_view(view, before.epoch)
+            atomic.sweep(self._root.path)
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
@@ -165,6 +170,8 @@ class Guard:
         return newest.epoch
 
     def _take_epoch(self, choice: Choice, lease_s: float) -> EpochRecord:
+        if faults.plan is not None:
+            faults.plan.reach("guard.epoch")
         records = self._chain.seen
         before, restored = history.newest_epoch(records), choice.commit
         return self._chain.append(
@@ -184,6 +191,8 @@ class Guard:
         )
 
     def _announce(self, epoch: EpochRecord, lease: RunLease, switch: Switch) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("guard.announce")
         self._registry.enter("guard", epoch=epoch.epoch)
         device, inode = lease.identity
         guard = GuardFile(
@@ -206,6 +215,8 @@ class Guard:
         self._write_view(view, epoch.epoch)
 
     def _start_session(self, epoch: int) -> SessionProcess:
+        if faults.plan is not None:
+            faults.plan.reach("guard.session")
         env = owned_environment(
             {**os.environ, **self._spec.env}, attempt_dir=self._attempt.path, epoch=epoch
         )
@@ -218,7 +229,10 @@ class Guard:
             # It attaches on its own and may come and go: it is no process of the attempt.
             with suppress(OSError), self._attempt.path.joinpath("companion.log").open("ab") as log:
                 subprocess.Popen(
-                    self._spec.companion,
+                    [
+                        part.replace("{attempt}", str(self._attempt.path))
+                        for part in self._spec.companion
+                    ],
                     env=free_environment(os.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -236,6 +250,8 @@ class Guard:
         last = self._clock.monotonic()
         killed_by: KilledBy | None = None
         while True:
+            if faults.plan is not None:
+                faults.plan.reach("guard.watch")
             # The exit is looked at before any deadline: after a freeze it may have come long ago.
             if (returncode := session.wait(tick_s)) is not None:
                 # The session watches the lease too, and may have left before we had looked.
@@ -283,6 +299,8 @@ class Guard:
             self._say(f"reaped {role}, pid {pid}", 0)
         for pid, role in reaped.remaining:
             self._say(f"{role}, pid {pid}, does not die: its host needs a look", 0)
+        # Half files of whoever died while writing; nobody reads them, and nobody else deletes them.
+        atomic.sweep(self._root.path)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -305,11 +323,15 @@ class Guard:
         if outcome.state == "failed" and outcome.failure is not None:
             self._journal.fail(outcome.failure)
         self._append_end(outcome)
+        if faults.plan is not None:
+            faults.plan.reach("guard.finish")
         self._journal.append(_ending(outcome), ended_by=outcome.ended_by, update=outcome.update)
         self._write_view(self._rebuilt(last=view), outcome.epoch)
         return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
 
     def _append_end(self, outcome: Outcome) -> None:
+        if faults.plan is not None:
+            faults.plan.reach("guard.end")
         fields = outcome.model_dump(exclude={"schema_version"})
         record = EndRecord.model_validate({**fields, "time": self._clock.time()})
         try:
@@ -339,7 +361,8 @@ class Guard:
 
 def main(argv: Sequence[str]) -> int:
     """Run the guard of one attempt; SIGTERM and SIGINT ask its session to end."""
-    guard = Guard(AttemptDir(Path(argv[1]).absolute()))
+    attempt = AttemptDir(Path(argv[1]).absolute())
+    guard = Guard(attempt)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         guard.terminate()
@@ -347,6 +370,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fill_empty_root(attempt)
     return guard.run()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -13,16 +13,27 @@ from runtime.engines.pool import EnginePool, LiveEngine, SlotState
 from runtime.errors import EngineDead, RetryBy, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
+from runtime.publication.limits import PublicationLimits
 from runtime.publication.pausing import PublicationMode
 from runtime.publication.protocol import Target
 from runtime.publication.transaction import Publisher
-from runtime.rollout.gate import AdmissionGate
+from runtime.rollout.gate import JOIN_DEADLINE_S, AdmissionGate
 from runtime.telemetry.events import Event
 from runtime.telemetry.lifecycle import LifecycleLog
 from runtime.telemetry.log import get_logger
 
 _log = get_logger()
 _MEND_POLL_S = 0.5
+_DRAIN_SLACK_S = 5.0
+
+
+def publication_limits(drain_deadline_s: float) -> PublicationLimits:
+    """Limits of a publication whose drain the gate bounds itself.
+
+    The gate cuts what is left after ``drain_deadline_s`` and joins it; the publication's own limit
+    of that stage only catches a gate that does not keep its word, so it lies beyond both.
+    """
+    return PublicationLimits(drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,15 +75,20 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    decided=self._serve,
                 )
+            except Exception:
+                self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
+                # The monitor was paused: the retry would meet an engine that has died or hangs
+                # since, and its tries are over before the next look or round.
+                await self.monitor.bury_lost()
+                raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
                 raise
             finally:
                 self.monitor.resume()
             self._trainer_at = policy
-            self.pool.serve(policy)
-            self._mark(decision)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -124,25 +140,42 @@ class Publishing:
             return None
         return await self.publisher.mend(target, published)
 
-    async def _some_engines(self) -> list[LiveEngine]:
-        """The living engines; waits while every one is being restarted within its budget.
+    @property
+    def has_lost_engines(self) -> bool:
+        """``check_engines`` would raise."""
+        return bool(self.monitor.lost_slots)
+
+    async def check_engines(self) -> None:
+        """See that every engine lives or is to be started again.
 
         A run that goes on without an engine for good would only be slower, and say so nowhere: it
         is held, whatever the others do.
+
+        Raises:
+            EngineDead: if an engine is dead and its restarts are used up.
         """
+        if lost := self.monitor.lost_slots:
+            raise EngineDead(
+                f"engine slots {lost} are dead and the restart budget of this hour is used up "
+                "(health.restarts_per_hour)",
+                slots=lost,
+            )
+
+    async def _some_engines(self) -> list[LiveEngine]:
+        """The living engines; waits while every one is being restarted within its budget."""
         while True:
-            if lost := self.monitor.lost_slots:
-                raise EngineDead(
-                    f"engine slots {lost} are dead and the restart budget of this hour is used up "
-                    "(health.restarts_per_hour)",
-                    slots=lost,
-                )
+            await self.check_engines()
             if engines := self.pool.live():
                 return engines
             await anyio.sleep(_MEND_POLL_S)
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
+
+    def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
+        self.pool.serve(policy)
+        for target in verified:
+            self.pool.mark_verified(target.slot, target.incarnation, policy)
 
     def _mark(self, decision: Decision) -> None:
         policy = PolicyId.parse(decision.policy)

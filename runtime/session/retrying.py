@@ -54,6 +54,22 @@ class HoldView(Protocol):
         ...
 
 
+class HoldEffects(Protocol):
+    """What a held step does to the rest of the session."""
+
+    def begin(self) -> None:
+        """A step is held; again for each try that failed."""
+        ...
+
+    def asked(self) -> None:
+        """A person asked for one more try, which begins now."""
+        ...
+
+    def end(self) -> None:
+        """The held step went through."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRetries:
     """Runs one step at a time under the session's retry rule."""
@@ -63,6 +79,7 @@ class StepRetries:
     detach_grace_s: float
     signals: HoldSignals
     view: HoldView
+    effects: HoldEffects
     clock: Clock
     poll_s: float = 0.5
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep
@@ -98,6 +115,8 @@ class StepRetries:
             else:
                 if last is not None:
                     self.view.recovered(last)
+                if tries > self.retries:
+                    self.effects.end()
                 return value
 
     async def _wait_before_retry(self, failure: Failure, tries: int, leaving: End | None) -> None:
@@ -107,8 +126,10 @@ class StepRetries:
             self.view.failed(failure, attempt=tries, held=False)
             await self._pause(self.backoff_s * 2 ** (tries - 1), failure, leaving)
             return
+        self.effects.begin()
         self.view.failed(failure, attempt=tries, held=True)
         await self._hold(failure, leaving)
+        self.effects.asked()
 
     async def _pause(self, seconds: float, failure: Failure, leaving: End | None) -> None:
         deadline = self.clock.monotonic() + seconds

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from configs.schedule import commit_due, evaluation_due
+from runtime import faults
 from runtime.data.collections import to_sequences
 from runtime.data.samples import Collection
 from runtime.errors import EngineRefused, ServingError, StoreError
@@ -73,7 +74,7 @@ class Session:
         return end
 
     async def watch_for_ever(self) -> None:
-        """Look for requests to end; interrupts a wait for a collection, nothing else.
+        """Look for requests to end and for lost engines, which interrupt a wait for a collection.
 
         Groups that move are progress too: a collection may take longer than anybody's patience.
         """
@@ -83,17 +84,18 @@ class Session:
             if self._parts.producer.progress_at != moved_at:
                 moved_at = self._parts.producer.progress_at
                 self._parts.view.moved(f"update {self._update}, groups under way")
-            end = self._parts.signals.end_requested() or self._over_time()
-            if end is not None:
-                self._asked = end
-                if self._waiting is not None:
-                    self._waiting.cancel()
+            self._asked = self._parts.signals.end_requested() or self._over_time() or self._asked
+            is_over = self._asked is not None or self._parts.publishing.has_lost_engines
+            if is_over and self._waiting is not None:
+                self._waiting.cancel()
 
     # --- Opening ------------------------------------------------------------------------------
 
     async def _open(self) -> None:
         """Publish what was loaded, make commit 0 on a fresh start, then admit the first prompt."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.open")
         parts.view.doing("rendezvous")
         await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
         await self._probe()
@@ -119,6 +121,8 @@ class Session:
         return void_unstarted(context.root, records, time=context.clock.time())
 
     async def _commit_initial(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.initial")
         parts = self._parts
         model = {"model": parts.prepared.model, "prepared": parts.prepared.fingerprint}
         await parts.commits.commit_initial(parts.ledger.snapshot(), self.policy, model)
@@ -143,20 +147,29 @@ class Session:
             await self._boundary(collection)
 
     async def _collect(self) -> Collection | End:
-        """Wait for a collection, or for whatever ends the wait."""
+        """Wait for a collection, or for whatever ends the wait.
+
+        No publication would come to tell of an engine that is lost for good meanwhile, and nobody
+        may be left to make the collection: the wait itself is the step that is held then.
+        """
         parts = self._parts
-        collection: Collection | None = None
-        with (
-            parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
-            anyio.CancelScope() as self._waiting,
-        ):
-            collection = await parts.producer.take(
-                parts.context.spec.rollout.groups_per_collection, self.policy
-            )
-        was_interrupted, self._waiting = self._waiting.cancelled_caught, None
-        if was_interrupted and self._asked is not None:
-            return self._asked
-        return End(by=EndedBy.DATA) if collection is None else collection
+        while True:
+            if faults.plan is not None:
+                await faults.plan.pause("session.collect")
+            collection: Collection | None = None
+            with (
+                parts.recorder.timing.stage(Stage.ROLLOUT_WAIT, update=self._next_update),
+                anyio.CancelScope() as self._waiting,
+            ):
+                collection = await parts.producer.take(
+                    parts.context.spec.rollout.groups_per_collection, self.policy
+                )
+            was_interrupted, self._waiting = self._waiting.cancelled_caught, None
+            if not was_interrupted:
+                return End(by=EndedBy.DATA) if collection is None else collection
+            if self._asked is not None:
+                return self._asked
+            await parts.steps.run(self._segment, parts.publishing.check_engines)
 
     async def _train_on(self, collection: Collection) -> None:
         parts = self._parts
@@ -173,15 +186,21 @@ class Session:
                 [group.prompt.id for group in collection.groups], update
             ),
         )
+        if faults.plan is not None:
+            await faults.plan.pause("session.train")
         async with parts.publishing.changing_weights():
             with parts.recorder.timing.stage(Stage.TRAIN, update=update):
                 metrics = await parts.trainer.train_step(batch)
+        if faults.plan is not None:
+            await faults.plan.pause("session.trained")
         self._update = update
         parts.ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
         parts.producer.consumed(collection.groups)
         parts.books.trained(collection, update, metrics)
 
     async def _boundary(self, collection: Collection) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.boundary")
         parts = self._parts
         spec = parts.context.spec
         end = self._rules.after(self._update, age_s=parts.context.age_s)
@@ -202,6 +221,8 @@ class Session:
         """Copy the trainer's state and let its commit be written beside training."""
         if self._staged == self._update:
             return
+        if faults.plan is not None:
+            await faults.plan.pause("session.stage")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.STAGE_STATE, update=self._update) as stage:
             boundary = await parts.commits.boundary(self.policy, parts.ledger.snapshot)
@@ -209,6 +230,8 @@ class Session:
         self._staged = self._update
 
     async def _publish(self) -> None:
+        if faults.plan is not None:
+            await faults.plan.pause("session.publish")
         parts = self._parts
         with parts.recorder.timing.stage(Stage.PUBLISH, update=self._update):
             decision = await parts.steps.run(
@@ -233,6 +256,8 @@ class Session:
 
     async def _evaluate(self) -> None:
         """Run every set, or ask for it; its commit was staged at this boundary."""
+        if faults.plan is not None:
+            await faults.plan.pause("session.evaluate")
         parts = self._parts
         is_shared = parts.context.spec.evaluation.mode == "shared"
         stage = Stage.EVALUATE if is_shared else Stage.SNAPSHOT
@@ -250,6 +275,8 @@ class Session:
     async def _leave(self, end: End) -> None:
         """Commit, then what a finished run owes; the processes go afterwards."""
         parts = self._parts
+        if faults.plan is not None:
+            await faults.plan.pause("session.leave")
         parts.books.ending(end)
         await self._commit_at_end(end)
         await parts.producer.close()
@@ -268,7 +295,13 @@ class Session:
     async def _commit_at_end(self, end: End) -> None:
         parts = self._parts
         if self._staged is None:
-            return  # nothing was opened: there is no state worth more than the commit before
+            # Nothing was opened: there is no state worth more than the commit before. A fresh run
+            # has none yet, and without one nothing that ends can be called complete.
+            if end.is_complete and not parts.restored:
+                await parts.steps.run("checkpoint/0", self._commit_initial, leaving=end)
+            return
+        if faults.plan is not None:
+            await faults.plan.pause("session.settle")
         parts.view.doing(f"checkpoint/{self._update}")
 
         async def settled() -> None:

@@ -38,6 +38,7 @@ from runtime.rollout.producer import Producer
 from runtime.rollout.settings import ProducerSettings
 from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
+from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
@@ -53,10 +54,27 @@ class Engines:
     gate: AdmissionGate
 
 
-def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> Engines:
-    """Slots of the run file; nothing is started yet."""
+def make_engines(
+    context: Context,
+    prepared: Prepared,
+    recorder: Recorder,
+    nodes: Nodes | None = None,
+    *,
+    scratch: Path | None = None,
+) -> Engines:
+    """Slots of the run file, on their nodes; nothing is started yet.
+
+    Args:
+        context: of the session.
+        prepared: the model to serve.
+        recorder: hears what becomes of engines and gate.
+        nodes: of the attempt; None: this host.
+        scratch: a short folder on local disk for what a server keeps while it lives; None: the
+            temporary folder.
+    """
+    nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
-    # The ports stay on loopback; the token keeps other users of the machine out all the same.
+    # On one host the ports stay on loopback; the token keeps everybody else out all the same.
     api_key = secrets.token_hex(16)
 
     def connect(address: EngineAddress) -> HttpEngineClient:
@@ -72,10 +90,14 @@ def make_engines(context: Context, prepared: Prepared, recorder: Recorder) -> En
                 api_key=api_key,
                 log_path=context.attempt.path / f"engine-{slot}.log",
                 threads=context.threads,
+                host=nodes.address(nodes.engine_node(slot)),
+                scratch=scratch,
             ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=stretched("readiness", 300.0),
+            # The owner's own deadline comes first: it knows the server's last words.
+            start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
+            options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
     }
@@ -123,6 +145,11 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     return stores
 
 
+def drain_deadline_s(spec: RunSpec) -> float:
+    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
+    return stretched("drain", spec.rollout.drain_deadline)
+
+
 def sampling_settings(spec: RunSpec) -> SamplingSettings:
     """How training responses are sampled."""
     rollout = spec.rollout
@@ -132,6 +159,7 @@ def sampling_settings(spec: RunSpec) -> SamplingSettings:
         top_k=rollout.top_k,
         max_new_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
+        seed=rollout.seed,
     )
 
 
@@ -179,7 +207,7 @@ def make_producer(
         buffer_collections=spec.async_.buffer_collections,
         waiting_deadline_s=rollout.waiting_deadline,
         running_deadline_s=rollout.running_deadline,
-        drain_deadline_s=rollout.drain_deadline,
+        drain_deadline_s=drain_deadline_s(spec),
         filter_max_rounds=rollout.filter_max_rounds,
     )
     rule = StopRule(clock)
@@ -199,7 +227,8 @@ def make_producer(
         pool=engines.pool,
         gate=engines.gate,
         function=SingleTurn(decode=load_decoder(Path(decode_folder))),
-        judge=verifiers,
+        # Without a verifier there is nobody to ask: only a teacher tells (OPD).
+        judge=verifiers if _has_rewards(spec) else None,
         budget=SkipBudget(
             spec.reward.skip_budget,
             len(stores[""]) * spec.data.epochs,
@@ -211,6 +240,10 @@ def make_producer(
     return Producer(
         settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock
     )
+
+
+def _has_rewards(spec: RunSpec) -> bool:
+    return spec.reward.verifier is not None or spec.data.verifier_field is not None
 
 
 def make_evaluator(

@@ -81,6 +81,7 @@ class Event(StrEnum):
     VERIFIER_UNREAPED = "verifier.unreaped", "A killed worker has not gone yet; it is left behind."
 
     # Engines, publication
+    ENGINE_STARTING = "engine.starting", "A server is still on its way up; its last line is told."
     ENGINE_STARTED = "engine.started", "A server answers; it gets no traffic before a publication."
     ENGINE_VERIFIED = "engine.verified", "Its weights were proved to be the published policy's."
     ENGINE_SUSPECTED = "engine.suspected", "A health probe was missed."
@@ -96,6 +97,10 @@ class Event(StrEnum):
     PUBLICATION_RECORD_DROPPED = (
         "publication.record_dropped",
         "A decision record could not be written; the publication itself stands.",
+    )
+    PUBLICATION_KILL_FAILED = (
+        "publication.kill_failed",
+        "An engine that did not resume could not be ended; it gets no traffic.",
     )
     PUBLICATION_FAILED = "publication.failed", "No engine was verified; the old policy stays."
     PUBLICATION_GROUP_LEFT_BEHIND = (
@@ -117,6 +122,15 @@ class Event(StrEnum):
     CHECKPOINT_RESTORED = "checkpoint.restored", "Trainer and ledger stand at this commit."
     CHECKPOINT_LEFTOVER = "checkpoint.leftover", "A folder could not be deleted; it is harmless."
     CHECKPOINT_DELETED = "checkpoint.deleted", "Retention removed a checkpoint."
+    CHECKPOINT_UPLOADED = "checkpoint.uploaded", "Its copy in the object store is whole."
+    CHECKPOINT_UPLOAD_FAILED = (
+        "checkpoint.upload_failed",
+        "The object store did not take it; the next commit brings it along.",
+    )
+    CHECKPOINT_FETCHED = (
+        "checkpoint.fetched",
+        "A root without history was filled from the object store.",
+    )
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
     EVALUATION_FINISHED = "evaluation.finished", "A result stands; metrics are here."
     EVALUATION_FAILED = "evaluation.failed", "Counts done, failed, untried, by error class."

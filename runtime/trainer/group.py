@@ -20,14 +20,16 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from runtime.engines.protocol import TensorSpec
+from runtime.engines.protocol import TensorSpec, WeightDigest
 from runtime.errors import RunError, TrainerLost, WaitTimeout
+from runtime.publication.protocol import ONLY_HF
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from runtime.publication.groups import GroupPlan
     from runtime.publication.sender import Description
+    from runtime.publication.sharing import SharedWeights
     from runtime.publication.snapshot import WrittenSnapshot
     from runtime.trainer.rank import RankInfo
 
@@ -52,6 +54,8 @@ class Placement:
     call_deadline_s: float = 3600.0
     """Of one call, an update included; collectives inside have the run's distributed timeout."""
     env: Mapping[str, str] | None = None
+    options: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    """Options of a rank's actor: which node it belongs on."""
 
 
 class TrainerGroup:
@@ -142,15 +146,27 @@ class TrainerGroup:
         """See TrainerHandle."""
         return (await self._step("weight_specs"))[0]
 
-    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+    async def write_snapshot(
+        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+    ) -> WrittenSnapshot:
         """See TrainerHandle."""
-        return (await self._step("write_snapshot", folder))[0]
+        return (await self._step("write_snapshot", folder, kinds))[0]
+
+    async def share_weights(
+        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+    ) -> SharedWeights:
+        """Pack the current weights for engines of rank 0's machine (``publication.ipc``)."""
+        return (await self._step("share_weights", place, folder, kinds))[0]
+
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return (await self._step("write_adapter", folder))[0]
 
     # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
 
-    async def describe(self) -> Description:
-        """Specs by bucket and checksums of the current weights."""
-        return (await self._step("describe"))[0]
+    async def describe(self, kinds: frozenset[WeightDigest] = ONLY_HF) -> Description:
+        """Specs by bucket and digests of the current weights."""
+        return (await self._step("describe", kinds))[0]
 
     async def free_port(self, host: str) -> int:
         """A free port where rank 0 runs."""
@@ -160,9 +176,9 @@ class TrainerGroup:
         """Join as rank 0; returns when all have joined."""
         await self._step("open_group", plan, timeout_s)
 
-    async def send_bucket(self, index: int) -> None:
+    async def send_bucket(self, index: int, flat: bool = False) -> None:
         """Broadcast one bucket; returns when it is sent."""
-        await self._step("send_bucket", index)
+        await self._step("send_bucket", index, flat)
 
     async def abort(self) -> None:
         """Leave the group; may be called while ``send_bucket`` runs, which then fails."""
@@ -172,7 +188,7 @@ class TrainerGroup:
         """See TrainerHandle."""
         return await self._step("stage")
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
         """See TrainerHandle.
 
         A rank that cannot write (disk full) fails this call and nothing else: no collective runs in
@@ -184,8 +200,8 @@ class TrainerGroup:
                 _Call(actor, "write_staged", (operation, copy.token, folder))
                 for actor, copy in zip(self._actors, staged, strict=True)
             ]
-            names = await self._call(calls, "write_staged", is_collective=False)
-        return [name for part in names for name in part]
+            written = await self._call(calls, "write_staged", is_collective=False)
+        return {name: digest for part in written for name, digest in part.items()}
 
     async def restore(self, folder: str) -> dict[str, object]:
         """See TrainerHandle."""
@@ -359,6 +375,7 @@ def _make_actor(
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": env},
+        **placement.options(rank),
     )
     return actor_class.remote(settings, rank, placement.ranks, epoch, on_start)
 

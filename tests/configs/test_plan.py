@@ -39,9 +39,10 @@ def test_every_preset_plans_anywhere(path: Path) -> None:
 def test_presets_are_what_their_hardware_is_called() -> None:
     plans = {path.stem: make_plan(load_run(path)) for path in PRESETS}
     gpus = {name: plan.topology.total_gpus for name, plan in plans.items()}
-    assert gpus == {"laptop": 0, "dev": 2, "node": 8, "three-node": 24}
+    on_cpu = {"laptop": 0, "laptop-lora": 0, "laptop-opd": 0, "laptop-sglang": 0}
+    assert gpus == on_cpu | {"dev": 2, "node": 8, "three-node": 24}
     protected = {name: plan.spec["launch"]["min_runtime"] for name, plan in plans.items()}
-    assert protected == {"laptop": 0, "dev": 3600, "node": 4 * 3600, "three-node": 8 * 3600}
+    assert protected == on_cpu | {"dev": 3600, "node": 4 * 3600, "three-node": 8 * 3600}
     assert all(plan.spec["reward"]["skip_budget"] == 0.001 for plan in plans.values())
 
 
@@ -74,7 +75,9 @@ def test_topology_divides_all_gpus(load: Load) -> None:
 def test_transport_is_settled_by_a_fixed_rule(load: Load) -> None:
     assert make_plan(load()).publication_transport == "disk"
     assert make_plan(load("launch.gpus_per_replica = 2")).publication_transport == "broadcast"
-    assert make_plan(load('rollout.engine = "sglang"')).publication_transport == "broadcast"
+    assert make_plan(load('rollout.engine = "sglang"')).publication_transport == "disk"
+    on_gpus = load('rollout.engine = "sglang"', "launch.gpus_per_replica = 2")
+    assert make_plan(on_gpus).publication_transport == "broadcast"
     chosen = make_plan(load('core.publication_transport = "broadcast"'))
     assert chosen.publication_transport == "broadcast"
 
@@ -266,14 +269,15 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        (('algorithm = "opd"', "teacher.path = 't'"), "algorithm"),
-        (("lora.rank = 8",), "lora.rank"),
-        (('rollout.engine = "sglang"',), "rollout.engine"),
+        (('algorithm = "opd"', "teacher.url = 'http://x'"), "teacher.url"),
+        (
+            ("lora.rank = 8", 'lora.publish = "adapter"', 'rollout.engine = "sglang"'),
+            "lora.publish",
+        ),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (('core.publication_mode = "rolling"',), "core.publication_mode"),
         (('core.publication_transport = "ipc"',), "core.publication_transport"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
-        (('checkpoint.upload = "s3://b/p"',), "checkpoint.upload"),
         (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "launch.backend"),
         (('launch.auto_resume = "scheduler"',), "launch.auto_resume"),
         (("launch.gpus_per_replica = 2",), "launch.gpus_per_replica"),
@@ -298,6 +302,7 @@ def test_missing_machinery_is_listed_and_still_plans(
         'core.loss = "gspo"',
         'core.loss = "reinforce"',
         "core.entropy_coef = 0.01",
+        "lora.rank = 8",
         "rollout.engines = 3",
         "core.data = 2",
         'core.publication_mode = "drain"',

@@ -106,6 +106,24 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "sglang",
     ),
     (
+        "an argument that a field decides",
+        ('rollout.engine = "sglang"', "rollout.engine_args = { tensor-parallel-size = 2 }"),
+        "rollout.engine_args.tensor-parallel-size",
+        "rollout.tensor decides it",
+    ),
+    (
+        "an abbreviated argument",
+        ('rollout.engine = "sglang"', "rollout.engine_args = { base_gpu = 1 }"),
+        "rollout.engine_args.base_gpu",
+        "an engine sees its own only",
+    ),
+    (
+        "a key of one's own",
+        ("rollout.engine_args = { api_key = 'k' }",),
+        "rollout.engine_args.api_key",
+        "a fresh key",
+    ),
+    (
         "too long",
         ("core.max_tokens_per_gpu = 2000",),
         "core.max_tokens_per_gpu",
@@ -324,6 +342,14 @@ def test_protection_with_commits_and_resumption_is_no_warning(load: Load) -> Non
 
 def test_presets_break_no_rule() -> None:
     presets = sorted(Path("configs/presets").glob("*.toml"))
-    assert [path.stem for path in presets] == ["dev", "laptop", "node", "three-node"]
+    assert [path.stem for path in presets] == [
+        "dev",
+        "laptop-lora",
+        "laptop-opd",
+        "laptop-sglang",
+        "laptop",
+        "node",
+        "three-node",
+    ]
     for path in presets:
         assert load_run(path).warnings == (), path

@@ -4,15 +4,16 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from runtime.drill.processes import processes_of
 from runtime.publication.scratch import scratch_root, sweep
 from runtime.recipes import laptop
-from tests.e2e.running import Run, processes_of
+from tests.e2e.running import Run
 
 VERIFIER = '''
 def score(response, answer, metadata):
@@ -85,10 +86,40 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FOLDERS = pytest.StashKey[list[Path]]()
+KEPT = Path(tempfile.gettempdir()) / "milepost-e2e-failed"
+"""Run folders of tests that failed, one folder per failure; the failure names it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep what a failed test leaves, as it is at that moment, before anything is taken down."""
+    report = yield
+    if report.failed and call.when == "call":
+        for folder in item.stash.get(FOLDERS, []):
+            report.sections.append(("run folder", f"kept in {keep(folder, item.name)}"))
+    return report
+
+
+def keep(folder: Path, name: str) -> Path:
+    """Copy a run folder, its attempts' logs among it; what is being written may be missed."""
+    KEPT.mkdir(exist_ok=True)
+    to = Path(tempfile.mkdtemp(prefix=f"{name[:40]}-", dir=KEPT))
+    with contextlib.suppress(shutil.Error, OSError):
+        shutil.copytree(folder, to / folder.name, symlinks=True, ignore=_sockets)
+    return to / folder.name
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if (Path(folder) / name).is_socket()]
+
+
 @pytest.fixture
-def make_run(made: Path) -> Iterator[Callable[..., Run]]:
+def make_run(made: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """Make a run in a short folder of its own; every process of it is gone afterwards."""
-    folders: list[Path] = []
+    folders = request.node.stash[FOLDERS] = []
 
     def make(*sets: str) -> Run:
         folder = Path(tempfile.mkdtemp(prefix="mpe2e-"))

@@ -1,9 +1,9 @@
 """A small run of the real thing: guard, Ray, embedded engine, trainer; and what tests ask of it."""
 
 import json
-import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from configs.load import load_run
 from runtime.checkpoints.resume import find_restorable
 from runtime.data.history import LedgerReport, read_history
 from runtime.data.segments import LedgerSegment
+from runtime.drill.processes import processes_of, role_of
 from runtime.launch.attempts import Launch
 from runtime.launch.start import start_run
-from runtime.rundir import history
+from runtime.rundir import enter, history
 from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control, StopMode
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.processes import ATTEMPT_VARIABLE
+from runtime.rundir.processes import kill_exactly
 from runtime.rundir.records import CommitRecord, EndRecord, Record
 from runtime.rundir.workflow import Workflow, read
 from runtime.session.answers import Done, Ended, Held, Lost, Running
@@ -146,6 +147,18 @@ class Run:
         self.until(lambda: not self.processes(), "all processes to leave", attach=attach)
         return self.end
 
+    def until_held(self) -> Held:
+        """Wait until a step is held; what holds it."""
+        found: list[Held] = []
+
+        def is_held() -> bool:
+            answer = ensure(self.root, "finish", timeout_s=0.0)
+            found.extend([answer] if isinstance(answer, Held) else [])
+            return bool(found)
+
+        self.until(is_held, "a step to be held")
+        return found[0]
+
     def retry(self, held: Held) -> None:
         """Ask for one more try of a held step, and wait until it is begun."""
         Control(self.root).request_retry(held.failure.id)
@@ -194,6 +207,13 @@ class Run:
         """Processes of the present attempt that play a role."""
         return [p for p in self.processes() if role_of(p) == role]
 
+    def kill(self, role: str) -> None:
+        """kill -9 of one process of a role, once it is there."""
+        (process, *_) = self.until_there(role)
+        started = enter.started(process.pid)
+        assert started is not None
+        assert kill_exactly(process.pid, started, signal.SIGKILL)
+
     def until_there(self, role: str, count: int = 1) -> list[psutil.Process]:
         """Wait for so many processes of a role."""
         found: list[psutil.Process] = []
@@ -204,44 +224,3 @@ class Run:
 
         self.until(are_there, f"{count} of {role}")
         return found
-
-
-def processes_of(attempts: Path) -> Iterator[psutil.Process]:
-    ours = f"{attempts}/"
-    mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    for process in psutil.process_iter():
-        if process.pid in mine:
-            continue
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            named = any(part.startswith(ours) for part in process.cmdline())
-            if named or process.environ().get(ATTEMPT_VARIABLE, "").startswith(ours):
-                yield process
-        except psutil.Error:
-            continue
-
-
-_ROLES = {
-    "guard": "runtime.session.guard",
-    "session": "runtime.session.driver",
-    "engine server": "runtime.engines.embedded.server",
-    "raylet": "raylet/raylet",
-}
-_ACTORS = {"trainer rank": "ray::_RankActor", "engine actor": "ray::EngineActor"}
-
-
-def role_of(process: psutil.Process) -> str | None:
-    try:
-        command: Sequence[str] = process.cmdline()
-    except psutil.Error:
-        return None
-    if not command:
-        return None
-    for role, start in _ACTORS.items():
-        if command[0].startswith(start):
-            return role
-    for role, part in _ROLES.items():
-        if part in command[:4] or command[0].endswith(part):
-            return role
-    return None

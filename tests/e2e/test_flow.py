@@ -1,12 +1,15 @@
 """The flow is unnecessary for the run, and shows all of it to people."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -16,7 +19,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilterId,
 )
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    temporary_settings,
+)
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.train import train
@@ -33,6 +40,26 @@ def prefect() -> Iterator[None]:
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
     ):
         yield
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """For a command in a process of its own: it talks to our server and starts none itself.
+
+    A server that a killed command had started would be left to nobody.
+    """
+    mark = uuid.uuid4().hex
+    yield {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "STARTED_BY": mark}
+    assert servers_of(mark) == []
+
+
+def servers_of(mark: str) -> list[list[str]]:
+    found: list[list[str]] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("STARTED_BY") == mark:
+                found.append(process.cmdline())
+    return [command for command in found if any("prefect.server" in part for part in command)]
 
 
 def shown(state: State[str]) -> tuple[FlowRun, list[str], dict[str, str]]:
@@ -114,19 +141,22 @@ def test_a_stopped_run_ends_its_flow_as_stopped(make_run: Callable[..., Run]) ->
 
 
 def test_killing_the_command_kills_no_run_and_the_next_one_attaches(
-    make_run: Callable[..., Run],
+    make_run: Callable[..., Run], environment: dict[str, str]
 ) -> None:
     run = make_run("core.max_updates=12")
     command = [sys.executable, "-m", "flows.cli", "run", str(run.file)]
     command += [f"--set={text}" for text in run.sets]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    first = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
     try:
         run.until_committed(2)
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
     assert run.role("guard")
-    second = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    second = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert second.returncode == 0, second.stdout + second.stderr
     assert "attached: attempt 1" in second.stdout
     assert run.epoch == 1

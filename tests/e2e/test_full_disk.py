@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from runtime.session.answers import Held
-from runtime.session.ensure import ensure
 from tests.e2e.checks import assert_whole
 from tests.e2e.running import Run
 
@@ -33,7 +31,7 @@ def test_full_disk_at_the_end_of_the_data_is_held_and_made_good(
     run.root.path.mkdir()
     with small_disk(run.root.checkpoints) as filler:
         run.start(f'data.train="{few}"', "evaluation.every_updates=100")
-        held = until_held(run)
+        held = run.until_held()
         assert held.failure.error_class == "DiskFull"
         assert held.failure.step == "checkpoint/3"
         assert [c.update for c in run.commits] == [0]
@@ -46,19 +44,6 @@ def test_full_disk_at_the_end_of_the_data_is_held_and_made_good(
         assert [c.update for c in run.commits] == [0, 3]
         assert_whole(run, updates=3, consumed=PROMPTS)
         assert run.ledger().remaining == 0
-
-
-def until_held(run: Run) -> Held:
-    found: list[Held] = []
-
-    def is_held() -> bool:
-        answer = ensure(run.root, "finish", timeout_s=0.0)
-        if isinstance(answer, Held):
-            found.append(answer)
-        return bool(found)
-
-    run.until(is_held, "the last checkpoint to be held")
-    return found[0]
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """kill -9 of every kind of process, at moments nobody chose, and the run still comes out whole."""
 
 import random
-import signal
 import time
 from collections.abc import Callable
 
 import pytest
 
-from runtime.rundir import enter, history
-from runtime.rundir.processes import kill_exactly
+from runtime.rundir import history
 from runtime.session.answers import Held, Lost
 from runtime.session.ensure import ensure
 from tests.e2e.checks import assert_whole
@@ -24,7 +22,13 @@ SEED = 11
 def test_run_survives_the_death_of_each_of_its_processes(
     make_run: Callable[..., Run],
 ) -> None:
-    run = make_run("core.max_updates=10000", "data.epochs=200", "evaluation.every_updates=500")
+    run = make_run(
+        "core.max_updates=10000",
+        "data.epochs=200",
+        "evaluation.every_updates=500",
+        # On a loaded machine a slow start counts too; the budget has a test of its own.
+        "health.restarts_per_hour=20",
+    )
     dice = random.Random(SEED)
     victims = [*ENDS_THE_EPOCH, *SPARES_THE_EPOCH]
     dice.shuffle(victims)
@@ -33,7 +37,7 @@ def test_run_survives_the_death_of_each_of_its_processes(
         epoch = run.epoch
         run.until_committed(history.committed_update(run.records) + 2)
         time.sleep(dice.uniform(0.0, 0.4))
-        kill(run, victim)
+        run.kill(victim)
         if victim in ENDS_THE_EPOCH:
             take_up_again(run)
             run.until_epoch(epoch + 1)
@@ -43,13 +47,6 @@ def test_run_survives_the_death_of_each_of_its_processes(
     assert run.epoch == 1 + len(ENDS_THE_EPOCH), [r for r in run.records if r.kind != "commit"]
     assert run.end.ended_by == "stop_final"
     assert_whole(run, updates=run.end.update)
-
-
-def kill(run: Run, role: str) -> None:
-    (process, *_) = run.until_there(role)
-    started = enter.started(process.pid)
-    assert started is not None
-    assert kill_exactly(process.pid, started, signal.SIGKILL)
 
 
 def take_up_again(run: Run) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime import faults
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.protocol import EngineAddress
 from runtime.errors import EngineDead, WaitTimeout
@@ -59,6 +60,8 @@ class EmbeddedOwner:
             EngineDead: if it exits before; with the end of its log.
         """
         self.stop()
+        if faults.plan is not None:
+            faults.plan.reach("engine.spawn")
         incarnation = uuid.uuid4().hex
         stderr = None if self.log_path is None else Path(self.log_path).open("ab")  # noqa: SIM115
         try:
@@ -95,6 +98,8 @@ class EmbeddedOwner:
         process, self._process = self._process, None
         if process is None:
             return
+        if faults.plan is not None:
+            faults.plan.reach("engine.end")
         with contextlib.suppress(BrokenPipeError, OSError):
             process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,6 +20,7 @@ from runtime.engines.embedded.json_http import (
     json_response,
     text_field,
 )
+from runtime.engines.embedded.shared_memory import read_shared
 from runtime.engines.embedded.weights import WeightsRefused, dtype_named, read_body, read_folder
 from runtime.engines.protocol import TensorSpec
 from runtime.errors import UnavailableFeature
@@ -28,6 +29,8 @@ UPDATED_NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or "
     "queued. Retract or finish them, then call /flush_cache."
 )
+
+_FORMS = {"safetensors": read_body, "shared_memory": read_shared}
 
 
 def routes() -> list[web.RouteDef]:
@@ -91,17 +94,18 @@ async def update_from_disk(http: web.Request) -> web.Response:
 
 
 async def update_from_tensor(http: web.Request) -> web.Response:
-    """Load some weights from the body: base64 of safetensors bytes, never a pickle."""
+    """Load some weights: safetensors bytes in the body, or memory it names; never a pickle."""
     engine, body = http.app[EngineKey], await json_fields(http)
     _require_session(engine, "update_weights_from_tensor")
-    if body.get("load_format") not in (None, "safetensors"):
+    load = _FORMS.get(body.get("load_format") or "safetensors")
+    if load is None:
         raise failed_update(
             f"load_format {body['load_format']!r:.80} is not supported: this engine reads "
-            "safetensors only"
+            "safetensors and shared memory only"
         )
 
     def read() -> dict[str, Tensor]:
-        update = read_body(body.get("serialized_named_tensors"))
+        update = load(body.get("serialized_named_tensors"))
         engine.weights.check(update, whole=False)
         return update
 

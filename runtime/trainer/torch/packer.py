@@ -88,9 +88,33 @@ def score(
     # Kept on the device until all rows run: the host packs a row while the one before it runs.
     scored: list[tuple[Tensor, Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
-        logprob_N, _ = scorer(row)
+        logprob_N, _, _ = scorer(row)
         if counts:
             scored.append((torch.from_numpy(flat_places(row, offset_S)), logprob_N))
     for at, logprob_N in scored:
         flat_R[at] = logprob_N.cpu()
     return packer.ranks.add_up_on_cpu(flat_R)
+
+
+@torch.no_grad()
+def score_likeliest(
+    scorer: PackedScorer,
+    packer: Packer,
+    sequences: abc.Sequence[Sequence],
+    offset_S: NDArray[np.int64],
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens at every response token's place, whole on every rank. Collective.
+
+    Returns:
+        On the CPU: float32 [R, K] log-probs, int64 [R, K] token ids.
+    """
+    logprob_RK = torch.zeros(int(offset_S[-1]), count)
+    id_RK = torch.zeros(int(offset_S[-1]), count, dtype=torch.int64)
+    for row, counts in packer.rows(sequences, range(len(sequences))):
+        logprob_NK, id_NK, _ = scorer(row, num_likeliest=count)
+        if counts:
+            at = torch.from_numpy(flat_places(row, offset_S))
+            logprob_RK[at], id_RK[at] = logprob_NK.cpu(), id_NK.cpu()
+    ranks = packer.ranks
+    return ranks.add_up_on_cpu(logprob_RK), ranks.add_up_on_cpu(id_RK)

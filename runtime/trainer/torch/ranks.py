@@ -21,6 +21,9 @@ class Ranks:
         self.rank = rank
         self.size = size
         self._store: TCPStore | None = None
+        # Under Ray a rank sees its own GPU alone; ranks that see all of them take one each.
+        gpus = torch.cuda.device_count()
+        self._device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
 
     def listen(self, host: str, *, timeout_s: float) -> int:
         """Open the rendezvous store on a free port of ``host`` (rank 0); returns the port."""
@@ -49,9 +52,21 @@ class Ranks:
         limit = timedelta(seconds=timeout_s)
         if self._store is None:
             self._store = TCPStore(host, port, world_size=self.size, is_master=False, timeout=limit)
+        self.enter_device()
         dist.init_process_group(
-            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit
+            backend,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+            # Said here, so that nothing has to guess it from the rank.
+            device_id=self._device if backend == "nccl" else None,
         )
+
+    def enter_device(self) -> None:
+        """Make this rank's GPU the current one of the calling thread; nothing on a CPU."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def add_up(self, value: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -74,6 +89,4 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        return self._device

@@ -187,8 +187,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    joint, query_norm, key_norm = _rotate_qkv_backward(*grads, *ctx.saved_tensors, ctx.eps)
-    if ctx.saved_tensors[1] is None:
+    saved = ctx.saved_tensors  # once: a recomputed layer gives its tensors a single time
+    joint, query_norm, key_norm = _rotate_qkv_backward(*grads, *saved, ctx.eps)
+    if saved[1] is None:
         return joint, *(None,) * 6
     return joint, query_norm, key_norm, *(None,) * 4
 

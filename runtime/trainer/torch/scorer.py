@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.attention import NAME
-from runtime.trainer.torch.head import chunked_logprobs
+from runtime.trainer.torch.head import chunked_logprobs, likeliest
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.projections import fuse_projections
 
@@ -30,11 +31,26 @@ class PackedScorer(nn.Module):
         self._temperature = temperature
         self._chunk = chunk
 
-    def forward(self, row: PackedRow, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        row: PackedRow,
+        *,
+        with_entropy: bool = False,
+        also_RK: Tensor | None = None,
+        num_likeliest: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Score a packed row.
 
+        Args:
+            row: tokens and who attends to whom.
+            with_entropy: otherwise entropies are 0.
+            also_RK: int64 [R, K] further tokens to score at each place.
+            num_likeliest: above 0: score that many likeliest tokens instead, without a gradient.
+
         Returns:
-            float32 log-probs and entropies [R] of the row's response tokens, in its order.
+            float32 log-probs [R] and entropies [R] of the row's response tokens, in its order, and
+            log-probs [R, K] of the further tokens. With ``num_likeliest``: log-probs [R, K], ids
+            [R, K], and nothing.
         """
         hidden_1TD = self.causal_lm.base_model(
             input_ids=row.token_T[None],
@@ -42,13 +58,25 @@ class PackedScorer(nn.Module):
             use_cache=False,
             packed=row,
         ).last_hidden_state
+        hidden_RD = hidden_1TD.squeeze(0).index_select(0, row.source_R)
+        weight_VD = self.causal_lm.get_output_embeddings().weight
+        if num_likeliest:
+            logprob_RK, id_RK = likeliest(
+                hidden_RD,
+                weight_VD,
+                num_likeliest,
+                temperature=self._temperature,
+                chunk=self._chunk,
+            )
+            return logprob_RK, id_RK, hidden_RD.new_empty(0)
         return chunked_logprobs(
-            hidden_1TD.squeeze(0).index_select(0, row.source_R),
-            self.causal_lm.get_output_embeddings().weight,
+            hidden_RD,
+            weight_VD,
             row.target_R,
             temperature=self._temperature,
             chunk=self._chunk,
             with_entropy=with_entropy,
+            also_RK=also_RK,
         )
 
     @property
@@ -71,7 +99,6 @@ def load_scorer(
     temperature: float,
     chunk: int,
     activation_checkpointing: bool,
-    compile_layers: bool,
     joint_projections: bool = False,
 ) -> PackedScorer:
     """Load an HF folder in fp32.
@@ -81,7 +108,6 @@ def load_scorer(
         temperature: log-probs are of the distribution at it.
         chunk: rows of logits that exist at one time.
         activation_checkpointing: recompute each layer in the backward pass.
-        compile_layers: with torch.compile, each layer by itself.
         joint_projections: q, k, v as one product, gate and up as another; pays on a GPU.
 
     Raises:
@@ -107,20 +133,25 @@ def load_scorer(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if joint_projections:
         fuse_projections(model)
-    if compile_layers:
-        _compile(scorer)
     return scorer
 
 
-def _compile(scorer: PackedScorer) -> None:
-    """Each layer and the last norm by themselves: one graph for all layers, no masks in it."""
+def compile_layers(scorer: PackedScorer) -> None:
+    """Each layer and the last norm by themselves: one graph for all layers, no masks in it.
+
+    Comes after sharding. What a sharded layer does around its forward pass, gathering and freeing
+    its weights, stays outside the graph.
+    """
     # Products with inputs that are cheap to make again (norms, the gated activation) need not keep
     # them from the forward pass: 7 of 36 GiB, at no cost that could be measured.
     functorch_config.ban_recompute_materialized_backward = False
     # A loaded model's modules are never changed, so looking at them before each call only costs.
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     for layer in scorer.layers:
-        layer.compile(options=options)
+        if isinstance(layer, FSDPModule):
+            layer.forward = torch.compile(layer.forward, options=options)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        else:
+            layer.compile(options=options)
     norm = getattr(scorer.causal_lm.base_model, "norm", None)
     if isinstance(norm, nn.Module):
         norm.compile(options=options)

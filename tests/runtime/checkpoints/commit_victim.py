@@ -36,12 +36,14 @@ async def life(folder: Path, told: int) -> None:
 
 
 def kill_at(number: int) -> None:
-    """Die at the given file operation, counted from 0."""
+    """Lose power at the given file operation, counted from 0: what is not synced is half there."""
     seen = 0
 
     def probe(operation: str, path: Path) -> None:
         nonlocal seen
         if seen == number:
+            if operation == "fsync" and path.is_file():
+                os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         seen += 1
 

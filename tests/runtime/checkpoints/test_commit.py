@@ -242,6 +242,23 @@ def test_every_file_is_durable_before_the_record_that_names_it(root, probe):
     anyio.run(main)
 
 
+def test_record_waits_for_the_evidence_of_the_updates_before_it(root):
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            run = await started(root, tasks)
+            is_kept = anyio.Event()
+            run.committer._before_record = is_kept.wait
+            run.train()
+            await run.boundary()
+            await anyio.sleep(0.05)
+            assert [c.update for c in commits(root)] == [0]
+            is_kept.set()
+            await run.committer.settle()
+        assert [c.update for c in commits(root)] == [0, 1]
+
+    anyio.run(main)
+
+
 def test_a_fenced_writer_cannot_commit(root):
     async def main():
         async with anyio.create_task_group() as tasks:

@@ -14,9 +14,10 @@ from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.publication.groups import GroupPlan
-from runtime.publication.protocol import Target
+from runtime.publication.protocol import ONLY_HF, Target
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.sender import BroadcastSender, Description
+from runtime.publication.sharing import SharedWeights, WeightSharing
 from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
 
 
@@ -27,6 +28,7 @@ class ModelTrainer:
         self.model = model
         self.bucket_bytes = bucket_bytes
         self.sender = BroadcastSender(self, bucket_bytes=bucket_bytes)
+        self.sharing = WeightSharing(self, bucket_bytes=bucket_bytes)
 
     def _unique(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.model.named_parameters())  # tied weights once
@@ -50,11 +52,14 @@ class ModelTrainer:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.01)
 
-    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
-        return write_snapshot(self, folder)
+    async def write_snapshot(self, folder: str, kinds=ONLY_HF) -> WrittenSnapshot:
+        return write_snapshot(self, folder, kinds)
 
-    async def describe(self) -> Description:
-        return self.sender.describe()
+    async def share_weights(self, place: int, folder: str, kinds=ONLY_HF) -> SharedWeights:
+        return self.sharing.share(place, folder, kinds)
+
+    async def describe(self, kinds=ONLY_HF) -> Description:
+        return self.sender.describe(kinds)
 
     async def free_port(self, host: str) -> int:
         return self.sender.free_port(host)
@@ -62,8 +67,8 @@ class ModelTrainer:
     async def open_group(self, plan: GroupPlan, timeout_s: float) -> None:
         await anyio.to_thread.run_sync(self.sender.open_group, plan, timeout_s)
 
-    async def send_bucket(self, index: int) -> None:
-        await anyio.to_thread.run_sync(self.sender.send_bucket, index)
+    async def send_bucket(self, index: int, flat: bool) -> None:
+        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat)
 
     async def abort(self) -> None:
         await anyio.to_thread.run_sync(self.sender.abort)

@@ -1,7 +1,7 @@
 """Publication as the session sees it: real pool and gate, a publisher that does what it is told."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +44,9 @@ class Publisher:
         self.calls["publish"] += 1
         if drain := options.get("drain"):
             await drain()
-        return self._decide(policy, targets)
+        decision = self._decide(policy, targets)
+        options["decided"](policy, targets)
+        return decision
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
@@ -71,6 +73,14 @@ class Monitor:
     def __init__(self) -> None:
         self.pauses = 0
         self.lost_slots: list[int] = []
+        self.exited: list[int] = []
+        self.bury: Callable[[int], None] = lambda _slot: None
+
+    async def bury_lost(self) -> list[int]:
+        buried, self.exited = self.exited, []
+        for slot in buried:
+            self.bury(slot)
+        return buried
 
     def pause(self) -> None:
         self.pauses += 1
@@ -128,6 +138,18 @@ async def test_a_failure_leaves_the_old_policy_published_and_the_monitor_at_work
     assert published.monitor.pauses == 0
     await published.it.publish(SECOND)
     assert published.pool.published == SECOND
+
+
+async def test_the_retry_of_a_failed_publication_meets_no_engine_that_has_exited() -> None:
+    published = Published()
+    await published.it.publish(FIRST)
+    published.publisher.fails = 1
+    published.monitor.exited = [1]
+    published.monitor.bury = lambda slot: published.pool.mark_dead(slot, "ab"[slot], "exited")
+    with pytest.raises(PublicationFailed):
+        await published.it.publish(SECOND)
+    await published.it.publish(SECOND)
+    assert published.publisher.targets == [0]
 
 
 async def test_it_waits_while_every_engine_is_being_restarted() -> None:

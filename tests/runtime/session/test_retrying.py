@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -58,6 +59,7 @@ class Step:
         )
         self.error = error or PublicationFailed("no engine was verified")
         self.tries: list[float] = []
+        self.effects: list[str] = []
         self.plans: list[tuple[float, object]] = []
         self.steps = StepRetries(
             retries=retries,
@@ -65,6 +67,9 @@ class Step:
             detach_grace_s=GRACE_S,
             signals=self.signals,
             view=self.view,
+            effects=SimpleNamespace(
+                **{what: partial(self.effects.append, what) for what in ("begin", "asked", "end")}
+            ),
             clock=self.clock,
             sleep=self._sleep,
         )
@@ -111,6 +116,17 @@ def test_beyond_its_retries_a_step_is_held_until_a_person_asks_once_more(root: R
     assert step.tries[:3] == pytest.approx([0, 2, 6])
     assert step.tries[3] >= 30
     assert step.view.recovered_from == step.view.held
+
+
+def test_a_hold_is_felt_from_its_begin_to_the_try_that_goes_through(root: RunRoot) -> None:
+    step = Step(root, retries=1)
+    for after_s in (10, 20):
+        step.at(after_s, lambda: step.control.request_retry(step.view.held[-1].id))
+    assert step.run(fails=3) == "done"
+    assert step.effects == ["begin", "asked", "begin", "asked", "end"]
+    mended = Step(root, retries=3)
+    assert mended.run(fails=3) == "done"
+    assert mended.effects == []
 
 
 def test_a_retry_asked_for_another_failure_changes_nothing(root: RunRoot) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
-from runtime.errors import DiskFull, EvaluationFailed, PublicationFailed, RunError
+from runtime.errors import DiskFull, EngineDead, EvaluationFailed, PublicationFailed, RunError
 from runtime.policy import PolicyId
 from runtime.rundir.control import Control
 from runtime.session import sequence
@@ -45,6 +45,8 @@ class Sessions:
         self.left = num_prompts
         self.stalls_at: int | None = None
         self.stalled = anyio.Event()
+        self.has_person = False
+        """Somebody asks for another try of whatever failed."""
         self.staged: list[int] = []
         self.commit_failure: RunError | None = None
         self.view = SessionView.of(self.context)
@@ -55,7 +57,7 @@ class Sessions:
             self.context.root, epoch=1, detached=True, detach_grace_s=60.0, clock=self.clock,
             over_time=self.context.is_over_time,
         )  # fmt: skip
-        parts: Any = SimpleNamespace(
+        self.parts = parts = SimpleNamespace(
             context=self.context,
             prepared=SimpleNamespace(model="m", fingerprint="f"),
             restored=update > 0,
@@ -73,7 +75,8 @@ class Sessions:
                 close=self._maker("close producer"),
             ),
             publishing=SimpleNamespace(
-                publish=self._publish, changing_weights=asynccontextmanager(self._weights)
+                publish=self._publish, changing_weights=asynccontextmanager(self._weights),
+                has_lost_engines=False, check_engines=self._check_engines,
             ),
             commits=self,
             evaluator=SimpleNamespace(
@@ -88,6 +91,10 @@ class Sessions:
                 detach_grace_s=60.0,
                 signals=signals,
                 view=self.view,
+                effects=SimpleNamespace(
+                    begin=lambda: self._say("hold"), asked=self._asked_again,
+                    end=lambda: self._say("hold over"),
+                ),
                 clock=self.clock,
                 sleep=self._sleep,
             ),
@@ -143,8 +150,18 @@ class Sessions:
 
         return act
 
+    async def _check_engines(self) -> None:
+        if self.parts.publishing.has_lost_engines:
+            raise EngineDead("engine slots [0] are dead")
+
+    def _asked_again(self) -> None:
+        self.stalls_at = None
+        self.parts.publishing.has_lost_engines = False
+
     async def _sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        if self.has_person and self.view.failure is not None:
+            self.control.request_retry(self.view.failure.id)
         await anyio.lowlevel.checkpoint()
 
     async def _weights(self) -> Any:
@@ -257,6 +274,18 @@ async def test_a_restored_session_makes_no_commit_0_and_evaluates_what_it_owes(
     assert sessions.said[:4] == ["publish 4", "evaluate 4", "admit 4", "train 5"]
 
 
+@pytest.mark.parametrize(("update", "commits"), [(0, 1), (4, 0)])
+async def test_a_final_stop_of_a_held_rendezvous_is_complete_with_a_commit(
+    tmp_path: Path, update: int, commits: int
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=6", update=update)
+    sessions.fail(f"publish {update}", *[PublicationFailed("no engine")] * 20)
+    sessions.stop("final")
+    assert await sessions.run() is EndedBy.STOP_FINAL
+    assert sessions.said.count("commit 0") == commits
+    assert "admit 0" not in sessions.said
+
+
 async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
     tmp_path: Path,
 ) -> None:
@@ -287,6 +316,35 @@ async def test_a_stop_interrupts_the_wait_commits_and_owes_nothing(tmp_path: Pat
         assert await sessions.run() is EndedBy.STOP
     assert sessions.staged == [2, 3]
     assert sessions.said[-3:] == ["end stop", "stage 3", "close producer"]
+
+
+async def engine_lost(sessions: Sessions) -> None:
+    await sessions.stalled.wait()
+    sessions.parts.publishing.has_lost_engines = True
+
+
+async def test_a_lost_engine_holds_the_wait_until_a_person_asks_for_another_try(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=5")
+    sessions.stalls_at = 3
+    sessions.has_person = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine_lost, sessions)
+        assert await sessions.run() is EndedBy.MAX_UPDATES
+    since = sessions.said.index("hold")
+    assert sessions.said[since : since + 3] == ["hold", "hold over", "train 4"]
+    assert sessions.seen[since][1] == "segment/4"
+
+
+async def test_a_wait_that_stays_held_is_parked_with_a_commit(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+    sessions.stalls_at = 3
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine_lost, sessions)
+        assert await sessions.run() is EndedBy.PARKED
+    assert sessions.staged == [2, 3]
+    assert "hold over" not in sessions.said
 
 
 async def test_a_run_at_its_end_is_complete_whoever_stops_it_there(tmp_path: Path) -> None:

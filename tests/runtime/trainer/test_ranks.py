@@ -1,19 +1,18 @@
-"""Two ranks over gloo, in processes of their own, against one."""
+"""Two, four and eight ranks over gloo, in processes of their own, against one."""
 
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings
+from runtime.trainer.settings import LoraSettings, LossSettings, OptimizerSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 from tests.runtime.trainer.tiny import make_sequences
@@ -22,10 +21,12 @@ pytestmark = pytest.mark.timeout(240)
 
 SETTINGS = TrainerSettings(
     loss=LossSettings.named("grpo", kl="k3", kl_coef=0.1, entropy_coef=0.01),
-    optimizer=OptimizerSettings(lr=1e-2),
+    optimizer=OptimizerSettings(lr=1e-3),
     max_tokens_per_bin=40,
     updates_per_collection=2,
 )
+
+ADAPTERS = replace(SETTINGS, lora=LoraSettings(rank=4, alpha=8.0))
 
 
 @dataclass
@@ -37,22 +38,32 @@ class Found:
     restored: dict[str, object] | None
 
 
+Runs = tuple[Found, list[Found], list[Found], Path]
+
+
 def batch(collection: int) -> TrainBatch:
-    # The third collection has fewer sequences than there are ranks.
-    groups, samples = (1, 1) if collection == 3 else (4, 3)
+    # In the third collection an update has one sequence: fewer than there are ranks.
+    groups, samples = (2, 1) if collection == 3 else (4, 3)
     sequences = make_sequences(collection, groups=groups, samples=samples)
     return TrainBatch(
         update=2 * collection, sequences=sequences, consumed_digest=f"digest-{collection}"
     )
 
 
-def run(ranks: Ranks, model: Path, *, save: Path | None = None, start: Path | None = None) -> Found:
-    """Collections 1 to 4, or 3 and 4 from a state; saved after the second."""
-    one = TorchTrainer(SETTINGS, ranks)
+def run(
+    ranks: Ranks,
+    model: Path,
+    *,
+    settings: TrainerSettings = SETTINGS,
+    save: Path | None = None,
+    start: Path | None = None,
+) -> Found:
+    """Ten updates in five collections, or the last three of them from a state; saved before."""
+    one = TorchTrainer(settings, ranks)
     one.load(str(model))
     restored = None if start is None else one.restore(str(start))
     values: list[dict[str, float]] = []
-    for collection in range(one.update // 2 + 1, 5):
+    for collection in range(one.update // 2 + 1, 6):
         if collection == 3 and save is not None:
             save.mkdir(exist_ok=True)
             one.write_staged(one.stage().token, str(save))
@@ -66,60 +77,69 @@ def run(ranks: Ranks, model: Path, *, save: Path | None = None, start: Path | No
     )
 
 
-def rank_main(rank: int, pipe: Connection, model: Path, base: Path) -> None:
+@dataclass(frozen=True)
+class Job:
+    """One run of all ranks."""
+
+    settings: TrainerSettings = SETTINGS
+    save: Path | None = None
+    start: Path | None = None
+
+
+def rank_main(
+    rank: int, size: int, pipe: Connection, model: Path, jobs: list[Job], to: Path
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    ranks = Ranks(rank, 2)
-    port = 0
+    ranks = Ranks(rank, size)
     if rank == 0:
-        port = ranks.listen("127.0.0.1", timeout_s=60)
-        pipe.send(port)
-    else:
-        port = pipe.recv()
-    ranks.join("127.0.0.1", port, backend="gloo", timeout_s=60)
-    fresh = run(ranks, model, save=base / "two")
-    resumed = run(ranks, model, start=base / "one")
-    torch.save([vars(fresh), vars(resumed)], base / f"found-{rank}.pt")
+        pipe.send(ranks.listen("127.0.0.1", timeout_s=60))
+    ranks.join("127.0.0.1", 0 if rank == 0 else pipe.recv(), backend="gloo", timeout_s=60)
+    found = [run(ranks, model, settings=j.settings, save=j.save, start=j.start) for j in jobs]
+    torch.save([vars(f) for f in found], to / f"found-{size}-{rank}.pt")
     ranks.leave()
 
 
-@contextmanager
-def rank_process(
-    rank: int, model: Path, base: Path
-) -> Iterator[tuple[Connection, multiprocessing.Process]]:
-    # Spawned: a fork of a process whose threads are at work inherits their locks, held.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=rank_main, args=(rank, theirs, model, base))
-    process.start()
+def run_ranks(size: int, model: Path, jobs: list[Job], to: Path) -> list[list[Found]]:
+    """What each rank found in each job, by job and rank."""
+    # Forked from a process without threads that has imported everything: a fork of this one would
+    # inherit the locks its threads hold, and eight imports of torch take half a minute.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["runtime.trainer.torch.backend", "transformers.models.qwen3.modeling_qwen3"]
+    )
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
     try:
-        yield ours, process  # type: ignore[misc]
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(rank, size, theirs, model, jobs, to))
+            process.start()
+            processes.append(process)
+            pipes.append(ours)
+        assert pipes[0].poll(90), "rank 0 did not listen"
+        port = pipes[0].recv()
+        for pipe in pipes[1:]:
+            pipe.send(port)
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * size
     finally:
-        process.kill()
-        process.join()
+        for process in processes:
+            process.kill()
+            process.join()
+    loaded = [torch.load(to / f"found-{size}-{rank}.pt") for rank in range(size)]
+    return [[Found(**found[job]) for found in loaded] for job in range(len(jobs))]
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path
-) -> tuple[Found, list[Found], list[Found], Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Runs:
     """(one rank, two ranks, two ranks from the state of one, where states lie)."""
     base = tmp_path_factory.mktemp("ranks")
     alone = run(Ranks(), model_folder, save=base / "one")
-    with rank_process(0, model_folder, base) as (first, a):
-        assert first.poll(90), "rank 0 did not listen"
-        port = first.recv()
-        with rank_process(1, model_folder, base) as (second, b):
-            second.send(port)
-            a.join(90)
-            b.join(90)
-            assert (a.exitcode, b.exitcode) == (0, 0)
-    loaded = [torch.load(base / f"found-{rank}.pt") for rank in range(2)]
-    fresh, resumed = ([Found(**found[i]) for found in loaded] for i in range(2))
+    jobs = [Job(save=base / "two"), Job(start=base / "one")]
+    fresh, resumed = run_ranks(2, model_folder, jobs, base)
     return alone, fresh, resumed, base
-
-
-Runs = tuple[Found, list[Found], list[Found], Path]
 
 
 def gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -135,14 +155,36 @@ def figures(values: dict[str, float]) -> dict[str, float]:
 
 def test_two_ranks_equal_one(runs: Runs) -> None:
     alone, (two, _), _, _ = runs
-    for name in ("loss", "policy_grad_norm", "total_grad_norm", "entropy"):
-        assert two.values[0][name] == pytest.approx(alone.values[0][name], rel=1e-5), name
-    for mine, theirs in zip(alone.values, two.values, strict=True):
+    require_equal(alone, two)
+
+
+def require_equal(alone: Found, other: Found) -> None:
+    """Ten updates on one rank and on several."""
+    assert sum(v["optimizer_steps"] for v in alone.values) == 10
+    for mine, theirs in zip(alone.values, other.values, strict=True):
+        for name in ("loss", "policy_loss", "total_grad_norm", "entropy"):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-6), name
         assert figures(theirs) == pytest.approx(figures(mine), rel=2e-4, abs=1e-5)
-    assert gap(alone.weights, two.weights) < 1e-5
-    assert alone.specs == two.specs
-    for mine, theirs in zip(alone.scores, two.scores, strict=True):
+    assert gap(alone.weights, other.weights) < 1e-5
+    assert alone.specs == other.specs
+    for mine, theirs in zip(alone.scores, other.scores, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_more_ranks_equal_one_and_read_the_state_of_two(
+    runs: Runs, model_folder: Path, tmp_path: Path, size: int
+) -> None:
+    alone, _, _, base = runs
+    # As on GPUs: joint projections, recomputed layers.
+    as_there = replace(SETTINGS, joint_projections=True, activation_checkpointing=True)
+    jobs = [Job(settings=as_there), Job(start=base / "two"), Job(settings=ADAPTERS)]
+    fresh, resumed, with_adapters = run_ranks(size, model_folder, jobs, tmp_path)
+    require_equal(alone, fresh[0])
+    assert resumed[0].restored == {"update": 4, "consumed_digest": "digest-2"}
+    assert gap(alone.weights, resumed[0].weights) < 1e-5
+    assert all(gap(fresh[0].weights, other.weights) == 0 for other in fresh[1:])
+    require_equal(run(Ranks(), model_folder, settings=ADAPTERS), with_adapters[0])
 
 
 def test_all_ranks_report_the_same(runs: Runs) -> None:
@@ -155,7 +197,7 @@ def test_all_ranks_report_the_same(runs: Runs) -> None:
 def test_two_ranks_read_the_state_of_one(runs: Runs) -> None:
     alone, _, (resumed, _), _ = runs
     assert resumed.restored == {"update": 4, "consumed_digest": "digest-2"}
-    assert len(resumed.values) == 2
+    assert len(resumed.values) == 3
     assert gap(alone.weights, resumed.weights) < 1e-5
 
 

@@ -47,7 +47,7 @@ def test_kept_and_remade_logits_give_autograds_gradient(
         plain = plain - (logprobs.exp() * logprobs).sum(-1) * by_entropy
     wanted = torch.autograd.grad(plain.sum(), (hidden, weight))
     leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
-    logprob, entropy = chunked_logprobs(
+    logprob, entropy, _ = chunked_logprobs(
         leaves[0], leaves[1], target, temperature=temperature, chunk=chunk,
         with_entropy=with_entropy, kept_bytes=kept * 11 * 4,
     )  # fmt: skip
@@ -105,9 +105,9 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
     for joint in (False, True):
         scorer = load_scorer(
             str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
-            compile_layers=False, joint_projections=joint,
+            joint_projections=joint,
         )  # fmt: skip
-        logprob, _ = scorer(row)
+        logprob, _, _ = scorer(row)
         logprob.sum().backward()
         assert isinstance(scorer.causal_lm, Qwen3ForCausalLM)
         grads = {n: p.grad for n, p in scorer.hf_names() if p.grad is not None}
@@ -216,13 +216,13 @@ def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -
         units = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
     scorer = load_scorer(
         str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
-        compile_layers=False, joint_projections=True,
+        joint_projections=True,
     ).to("cuda", torch.bfloat16)  # fmt: skip
     found: list[tuple[Tensor, Tensor]] = []
     for takes_ragged in (False, True):
         row = pack_row(units, sequences, torch.device("cuda"), takes_ragged=takes_ragged)
         assert row.shape == ("ragged" if takes_ragged else "padded")
-        logprob, _ = scorer(row)
+        logprob, _, _ = scorer(row)
         logprob.sum().backward()
         grads = [p.grad.flatten().float() for p in scorer.parameters() if p.grad is not None]
         found.append((logprob.detach(), torch.cat(grads)))

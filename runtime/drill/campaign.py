@@ -1,0 +1,443 @@
+"""The campaign: run after run of a short job, each brought to its end through random blows."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
+from runtime.drill.checks import Measure, Verdict, examine, redone, shared_folders
+from runtime.drill.job import LEASE_S, Job, Variant, make_ground, make_job
+from runtime.drill.observing import Observer
+from runtime.drill.processes import listening, processes_of, role_of
+from runtime.errors import WaitTimeout
+from runtime.faults.plan import VARIABLE, Fault, FaultPlan, Kind
+from runtime.rundir import enter, workflow
+from runtime.rundir.chain import Chain
+from runtime.rundir.processes import kill_exactly
+
+_POLL_S = 0.05
+_IDLE_S = 300.0
+"""A run in which nothing moved for so long is hung, however busy the machine is."""
+_PATIENCE_S = 20.0
+"""An armed point that nobody reached by then is disarmed, and another blow is drawn."""
+_CARD = "kill at a point"
+_AGAIN = 0.75
+"""Share of blows that are followed by another before the run has recovered."""
+_VOLLEY = 6
+_WITHIN_S = 10.0
+"""A following blow comes within this, so also while the next epoch is starting."""
+_LEAVING_S = 20.0
+_FREEZE = 1.7
+"""Leases that a freeze lasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """One blow and how the run took it.
+
+    Seconds count from the blow; None where there was nothing to see: a slow passage is no failure.
+    """
+
+    blow: Blow
+    run: int
+    fired_at: float
+    detected_s: float | None
+    decided_s: float | None
+    recovered_s: float | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything a campaign found."""
+
+    seed: int
+    taken: list[Taken] = field(default_factory=list[Taken])
+    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    updates_redone: int = 0
+    unreached: int = 0
+    """Armed points that no process came by in time."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What did not hold, run by run."""
+        return [
+            f"run {n}: {problem}"
+            for n, verdict in enumerate(self.verdicts, 1)
+            for problem in verdict.problems
+        ]
+
+
+class Campaign:
+    """So many blows over as many runs as they need.
+
+    Args:
+        folder: where the runs lie; a run that held everything is deleted, another one is kept.
+        seed: of all that is drawn. Which moment a blow meets depends on the machine all the same.
+        say: told a line per blow and run.
+        updates: of each run.
+        blows_per_run: at most; a run that ends before them is followed by another.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        say: Callable[[str], None],
+        updates: int = 60,
+        blows_per_run: int = 20,
+        names: Sequence[str] = tuple(WEIGHTS),
+    ) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._dice = random.Random(seed)
+        self._say = say
+        self._updates = updates
+        self._blows_per_run = blows_per_run
+        self._names = tuple(names)
+        self._made = make_ground(folder)
+        self._outcome = Outcome(seed=seed)
+        self._measure: Measure | None = None
+        self._until = math.inf
+
+    def run(self, kills: int, *, within_s: float = math.inf) -> Outcome:
+        """Deal ``kills`` blows, or as many as fall in a time; every run is brought to its end.
+
+        Raises:
+            WaitTimeout: if a run hangs.
+        """
+        self._measure = self._undisturbed()
+        cards = deck(self._dice, kills, self._names)
+        number = 0
+        self._until = time.monotonic() + within_s
+        while cards and time.monotonic() < self._until:
+            number += 1
+            variant: Variant = "deterministic" if number % 2 else "ahead"
+            cards = self._one_run(number, variant, cards)
+        return self._outcome
+
+    def _undisturbed(self) -> Measure:
+        job = make_job(self._folder / "undisturbed", self._made, "deterministic",
+                       updates=self._updates)  # fmt: skip
+        before = shared_folders()
+        with DrilledRun(job) as run:
+            run.until(run.observer.is_complete, "the undisturbed run to end")
+            verdict = examine(job, measure=None, ports=run.ports, shared_before=before)
+            measure = Measure.of(run.observer.records)
+        if verdict.problems:
+            self._outcome.verdicts.append(verdict)
+        self._say(f"undisturbed: {len(measure.states)} states to compare with")
+        return measure
+
+    def _one_run(self, number: int, variant: Variant, cards: list[str]) -> list[str]:
+        job = make_job(self._folder / str(number), self._made, variant, updates=self._updates)
+        before = shared_folders()
+        left = list(cards)
+        with DrilledRun(job) as run:
+            # Some points lie only at the beginning, some only at the end of a run.
+            self._told(run, number, self._on_the_way(run, FIRST, left))
+            dealt = 0
+            while (
+                left
+                and dealt < self._blows_per_run
+                and time.monotonic() < self._until
+                and not run.observer.is_complete()
+            ):
+                volley = self._volley(run, left)
+                dealt += len(volley)
+                self._told(run, number, volley)
+            self._told(run, number, self._on_the_way(run, LAST, left))
+            run.until(run.observer.is_complete, f"run {number} to end")
+            verdict = examine(
+                job,
+                measure=self._measure if variant == "deterministic" else None,
+                ports=run.ports,
+                shared_before=before,
+            )
+            records = Chain(job.root).read()
+            self._outcome.updates_redone += redone(records, run.reached)
+        self._outcome.verdicts.append(verdict)
+        held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
+        self._say(f"run {number} ({variant}) ended: {held}")
+        if not verdict.problems:
+            shutil.rmtree(job.file.parent, ignore_errors=True)
+        return left
+
+    def _on_the_way(
+        self, run: DrilledRun, points: Sequence[str], left: list[str]
+    ) -> list[tuple[Blow, float]]:
+        """Let whoever comes by one of these points die there, if such a card is left."""
+        if _CARD not in left or run.observer.is_complete():
+            return []
+        blow = at_point(_CARD, self._dice.choice(points))
+        fired_at = run.strike(blow, patience_s=_IDLE_S)
+        if fired_at is None:
+            return []
+        left.remove(_CARD)
+        return [(blow, fired_at)]
+
+    def _volley(self, run: DrilledRun, left: list[str]) -> list[tuple[Blow, float]]:
+        """Deal blows until one is waited for; takes their cards. Returns them with their times.
+
+        A run must also stand a blow while it is still recovering from the one before.
+        """
+        volley: list[tuple[Blow, float]] = []
+        while left and not run.observer.is_complete():
+            blow = draw(self._dice, left[0])
+            is_soon = bool(volley)
+            run.wait(self._dice.uniform(0.0, _WITHIN_S) if is_soon else blow.wait_s)
+            fired_at = run.strike(blow)
+            if fired_at is None:
+                self._outcome.unreached += 1
+                continue
+            left.pop(0)
+            volley.append((blow, fired_at))
+            if self._dice.random() >= _AGAIN or len(volley) >= _VOLLEY:
+                break
+        return volley
+
+    def _told(self, run: DrilledRun, number: int, volley: Sequence[tuple[Blow, float]]) -> None:
+        """Wait until the run goes on, and note how it took each blow."""
+        observer = run.observer
+        run.until(
+            lambda: (
+                observer.is_complete()
+                or all(recovered_at(observer, *blow) is not None for blow in volley)
+            ),
+            f"run {number} to recover from {', '.join(blow.name for blow, _ in volley)}",
+        )
+        for blow, fired_at in volley:
+            taken = Taken(
+                blow=blow,
+                run=number,
+                fired_at=fired_at,
+                detected_s=_since(fired_at, observer.first(fired_at, "detected:")),
+                decided_s=_since(fired_at, observer.first(fired_at, "decided:")),
+                recovered_s=_since(fired_at, recovered_at(observer, blow, fired_at)),
+            )
+            self._outcome.taken.append(taken)
+            self._say(_line(len(self._outcome.taken), taken))
+
+
+def recovered_at(observer: Observer, blow: Blow, fired_at: float) -> float | None:
+    """When a run first committed again after a blow; None until then."""
+    since = fired_at
+    if blow.ends_epoch:
+        decided = observer.first(fired_at, "decided: epoch")
+        # Who was killed may not have been of the owner's: a later commit will do then, too.
+        since = decided or fired_at + 3 * LEASE_S
+    return observer.first(since, "progress: commit")
+
+
+class DrilledRun:
+    """One run with its attendant, its fault plan, and eyes on it. A context manager."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.plan = FaultPlan(job.file.parent / "faults")
+        self.observer = Observer(job)
+        self.ports: set[int] = set()
+        self.reached: dict[int, int] = {}
+        """The last update seen made in each epoch."""
+        self._attendant: subprocess.Popen[bytes] | None = None
+        self._armed = 0
+        self._moved = (0, 0)
+        self._moved_at = time.monotonic()
+
+    def __enter__(self) -> DrilledRun:
+        self.plan.arm(())
+        self._attend()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._attendant is not None and self._attendant.poll() is None:
+            self._attendant.kill()
+            self._attendant.wait()
+        # Again and again: one of them may have started another just now.
+        until = time.monotonic() + _LEAVING_S
+        while left := list(processes_of(self.job.root.attempts)):
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1.0)
+            if time.monotonic() >= until:
+                break
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something, attended, for as long as anything moves.
+
+        Raises:
+            WaitTimeout: if nothing did.
+        """
+        while not self._look(is_so):
+            if time.monotonic() - self._moved_at > _IDLE_S:
+                raise WaitTimeout(
+                    f"waited for {what} in {self.job.file.parent}, and nothing moved for "
+                    f"{_IDLE_S:.0f} s"
+                )
+            time.sleep(_POLL_S)
+
+    def wait(self, seconds: float) -> None:
+        """Let it run so long, or to its end."""
+        until = time.monotonic() + seconds
+        self.until(
+            lambda: time.monotonic() >= until or self.observer.is_complete(), "the next blow"
+        )
+
+    def _look(self, is_so: Callable[[], bool]) -> bool:
+        if self._attendant is None or self._attendant.poll() is not None:
+            if self.observer.is_complete():
+                return is_so()
+            self._attend()
+        self.observer.look()
+        view = workflow.read(self.job.root) if self.job.root.workflow.exists() else None
+        if view is not None:
+            self.reached[view.epoch] = max(view.update, self.reached.get(view.epoch, 0))
+        moved = (len(self.observer.seen), view.update if view else 0)
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, time.monotonic()
+        return is_so()
+
+    def _attend(self) -> None:
+        log = self.job.file.with_name("attendant.log").open("ab")
+        with log:
+            self._attendant = subprocess.Popen(
+                [sys.executable, "-m", "runtime.drill.attendant", str(self.job.file)],
+                env={**os.environ, VARIABLE: str(self.job.file.parent / "faults")},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    # -- blows ------------------------------------------------------------------------------------
+
+    def strike(self, blow: Blow, *, patience_s: float = _PATIENCE_S) -> float | None:
+        """Deal a blow; when it landed, or None if there was nobody to meet."""
+        self.ports |= listening(list(processes_of(self.job.root.attempts)))
+        match blow.how:
+            case "signal":
+                return self._signal(blow)
+            case "freeze":
+                return self._freeze(blow)
+            case "point":
+                return self._point(blow, patience_s)
+
+    def _signal(self, blow: Blow) -> float | None:
+        number = signal.SIGKILL if blow.signal == "kill" else signal.SIGTERM
+        for pid, started in self._victims(blow.role):
+            at = time.time()
+            if kill_exactly(pid, started, number):
+                return at
+        return None
+
+    def _freeze(self, blow: Blow) -> float | None:
+        victims = self._victims(blow.role)
+        at = time.time()
+        frozen = [v for v in victims if kill_exactly(*v, signal.SIGSTOP)]
+        if not frozen:
+            return None
+        until = time.monotonic() + _FREEZE * LEASE_S
+        # An attendant may begin the next epoch meanwhile, which ends whoever is frozen.
+        self.until(
+            lambda: time.monotonic() >= until or not any(_lives(v) for v in frozen), "the thaw"
+        )
+        for victim in frozen:
+            kill_exactly(*victim, signal.SIGCONT)
+        return at
+
+    def _point(self, blow: Blow, patience_s: float) -> float | None:
+        self._armed += 1
+        fault = Fault(
+            id=f"blow-{self._armed}",
+            point=blow.point,
+            kind=blow.kind,
+            after=blow.after,
+            times=blow.times,
+            seconds=blow.seconds,
+        )
+        self.plan.arm([fault])
+        if blow.provoke:
+            for victim in self._victims(blow.provoke)[:1]:
+                kill_exactly(*victim, signal.SIGKILL)
+        until = time.monotonic() + patience_s
+        self.until(
+            lambda: (
+                bool(self.plan.fired(fault.id))
+                or time.monotonic() >= until
+                or self.observer.is_complete()
+            ),
+            f"{blow.kind} at {blow.point}",
+        )
+        fired = self.plan.fired(fault.id)
+        if blow.kind is not Kind.CLOCK_JUMP or not fired:
+            self.plan.arm(())
+        return fired[0].time if fired else None
+
+    def _victims(self, role: str) -> list[tuple[int, float]]:
+        """(pid, start) of whom a blow meets."""
+        if role == "flow":
+            assert self._attendant is not None
+            pids = [self._attendant.pid]
+        else:
+            pids = [
+                p.pid
+                for p in processes_of(self.job.root.attempts)
+                if role == "owner" or role_of(p) == role
+            ]
+        return [(pid, at) for pid in pids if (at := enter.started(pid)) is not None]
+
+
+def _lives(victim: tuple[int, float]) -> bool:
+    pid, started = victim
+    return enter.started(pid) == started
+
+
+def _since(start: float, then: float | None) -> float | None:
+    return None if then is None else round(max(0.0, then - start), 3)
+
+
+def _line(number: int, taken: Taken) -> str:
+    blow = taken.blow
+    where = f" at {blow.point}" if blow.point else ""
+    return (
+        f"{number:>3} run {taken.run}: {blow.name}{where}: detected {_text(taken.detected_s)}, "
+        f"decided {_text(taken.decided_s)}, recovered {_text(taken.recovered_s)}"
+    )
+
+
+def _text(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"
+
+
+@contextmanager
+def drill_folder(keep: Path | None) -> Generator[Path]:
+    """Where the runs of a drill lie: ``keep``, or a short temporary folder that goes when empty."""
+    import tempfile
+
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.absolute()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="mpdrill-"))
+    yield folder
+    shutil.rmtree(folder / "made", ignore_errors=True)
+    shutil.rmtree(folder / "undisturbed", ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,182 @@
+"""The KubeRay backend: a RayJob object, through the Kubernetes API."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from configs.names import read_variable
+from runtime.errors import ConfigError, CredentialsRefused, LaunchRefused, ServiceUnavailable
+from runtime.launch.backend import Submitted
+from runtime.launch.kuberay_document import rayjob, schema_problems
+from runtime.launch.receipts import LaunchReceipt
+from runtime.launch.standing import AttemptClass, AttemptStanding
+from runtime.launch.submission import Submission
+
+GROUP, VERSION, PLURAL = "ray.io", "v1", "rayjobs"
+_CALL_S = 30.0
+_DEPLOYMENT = {
+    "Initializing": AttemptClass.STARTING,
+    "Waiting": AttemptClass.STARTING,
+    "Suspended": AttemptClass.PENDING,
+    "Suspending": AttemptClass.PENDING,
+    "Retrying": AttemptClass.STARTING,
+    "Running": AttemptClass.RUNNING,
+    "Complete": AttemptClass.SUCCEEDED,
+    "Failed": AttemptClass.FAILED,
+}
+_JOB = {"STOPPED": AttemptClass.CANCELED, "FAILED": AttemptClass.FAILED}
+_TIME_LIMITS = ("DeadlineExceeded", "PreRunningDeadlineExceeded")
+
+
+class KubeRayLaunch:
+    """Implements LaunchBackend. The object's name is the attempt's key."""
+
+    name = "kuberay"
+
+    def __init__(
+        self,
+        connect: Callable[[], Any] | None,
+        *,
+        namespace: str = "default",
+        queue: str | None = None,
+        scheduler: str | None = None,
+    ) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            connect: makes a ``kubernetes.client.CustomObjectsApi``; None: rendering only.
+            namespace: of Kubernetes.
+            queue: see ``rayjob``.
+            scheduler: see ``rayjob``.
+        """
+        self._connect = connect
+        self._namespace = namespace
+        self._queue = queue
+        self._scheduler = scheduler
+        self._api: Any = None
+
+    @property
+    def where(self) -> str:
+        """The namespace."""
+        return self._namespace
+
+    def render(self, submission: Submission) -> dict[str, Any]:
+        """See LaunchBackend."""
+        return rayjob(
+            submission,
+            namespace=self._namespace,
+            queue=self._queue,
+            scheduler=self._scheduler,
+        )
+
+    def check(self, submission: Submission) -> list[str]:
+        """See LaunchBackend: an image, and the operator's schema."""
+        problems = schema_problems(self.render(submission))
+        if submission.image is None:
+            problems.append("image.missing: a pod runs an image: launch.image, or --image")
+        elif "@" not in submission.image:
+            problems.append(f"image.tag: {submission.image} names no registry digest")
+        return problems
+
+    def submit(self, submission: Submission) -> Submitted:
+        """See LaunchBackend. The API refuses a second object of one name."""
+        document = self.render(submission)
+        status, _ = self._call("create", body=document)
+        if status not in (201, 200, 202, 409):
+            raise LaunchRefused(f"Kubernetes answered {status} to the RayJob {submission.key}")
+        return Submitted(job=submission.key, was_there=status == 409)
+
+    def look(self, receipt: LaunchReceipt) -> AttemptStanding:
+        """See LaunchBackend."""
+        status, found = self._call("get", name=receipt.key)
+        if status == 404:
+            return AttemptStanding(
+                kind=AttemptClass.STOPPED, raw="unknown", reason=f"no RayJob {receipt.key}"
+            )
+        return classify(cast("dict[str, Any]", found.get("status") or {}))
+
+    def stop(self, receipt: LaunchReceipt) -> None:
+        """See LaunchBackend: the object goes, and its cluster with it."""
+        self._call("delete", name=receipt.key)
+
+    def _call(self, verb: str, **arguments: Any) -> tuple[int, dict[str, Any]]:
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        if self._connect is None:
+            raise ConfigError("no Kubernetes is configured here: a kubeconfig, or a pod's account")
+        if self._api is None:
+            self._api = self._connect()
+        call = getattr(self._api, f"{verb}_namespaced_custom_object")
+        try:
+            answer = call(
+                GROUP, VERSION, self._namespace, PLURAL, _request_timeout=_CALL_S, **arguments
+            )
+        except ApiException as error:
+            code = int(error.status or 0)
+            if code in (401, 403):
+                raise CredentialsRefused(
+                    f"Kubernetes does not let us {verb} RayJobs in {self._namespace}"
+                ) from error
+            if code in (404, 409):
+                return code, {}
+            if code >= 500 or code == 429:
+                raise ServiceUnavailable(f"Kubernetes answered {code} to {verb}") from error
+            raise LaunchRefused(f"Kubernetes answered {code}: {error.body}") from error
+        except HTTPError as error:
+            raise ServiceUnavailable(
+                f"Kubernetes did not answer {verb}: {type(error).__name__}"
+            ) from error
+        return 200, cast("dict[str, Any]", answer)
+
+
+def classify(status: Mapping[str, Any]) -> AttemptStanding:
+    """The class of a RayJob from its ``status``; an object without one is new."""
+    deployed = str(status.get("jobDeploymentStatus") or "")
+    job = str(status.get("jobStatus") or "")
+    reason = str(status.get("reason") or "")
+    message = str(status.get("message") or "")
+    kind = _DEPLOYMENT.get(deployed, AttemptClass.PENDING)
+    if deployed == "Complete":
+        kind = _JOB.get(job, AttemptClass.SUCCEEDED)
+    if deployed == "Failed" and reason not in _TIME_LIMITS and job not in ("FAILED", "SUCCEEDED"):
+        # The cluster went away under the job: no exit status of the guard's was seen.
+        kind = AttemptClass.INTERRUPTED if job else AttemptClass.FAILED
+    raw = "/".join(part for part in (deployed, job, reason) if part) or "created"
+    return AttemptStanding(kind=kind, raw=raw, reason=message or reason)
+
+
+def kuberay_backend(
+    cluster: str | None, *, environ: Mapping[str, str] = os.environ
+) -> KubeRayLaunch:
+    """The backend of the current kubeconfig, or of the pod this runs in.
+
+    Args:
+        cluster: ``launch.cluster``, the context of the kubeconfig; None takes its current one.
+        environ: ``MILEPOST_K8S_NAMESPACE``, ``MILEPOST_GANG_QUEUE``, ``MILEPOST_GANG_SCHEDULER``.
+    """
+
+    def connect() -> Any:
+        try:
+            from kubernetes import client, config
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "kubernetes is not installed: pip install 'milepost[launch]'"
+            ) from error
+        try:
+            config.load_kube_config(context=cluster)
+        except config.ConfigException:
+            try:
+                config.load_incluster_config()
+            except config.ConfigException as error:
+                raise ConfigError(f"no Kubernetes is configured here: {error}") from error
+        return client.CustomObjectsApi()
+
+    return KubeRayLaunch(
+        connect,
+        namespace=read_variable("K8S_NAMESPACE", environ) or "default",
+        queue=read_variable("GANG_QUEUE", environ),
+        scheduler=read_variable("GANG_SCHEDULER", environ),
+    )

@@ -1,0 +1,102 @@
+"""Launch receipts: what was submitted where, kept by the submitter and portable between hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from platformdirs import user_cache_path
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from configs.names import read_variable
+from runtime.launch.submission import attempt_key
+from runtime.rundir import atomic
+
+FOLDER = "LAUNCH_RECEIPTS"
+"""``MILEPOST_LAUNCH_RECEIPTS``: the folder, instead of the user's cache."""
+
+
+class LaunchReceipt(BaseModel):
+    """One attempt as it was sent. Written before the call goes out, and again after its answer."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: Literal[1] = 1
+    key: str
+    """The attempt's name at the scheduler."""
+    run: str
+    root: str
+    attempt: int
+    backend: str
+    cluster: str | None
+    """Address or name of what it was sent to."""
+    job: str | None = None
+    """The scheduler's id; None: the answer was lost, or has not come yet."""
+    spec_digest: str
+    training_digest: str
+    image: str | None
+    image_revision: str | None = None
+    """From the image's label; None without an image, or where it could not be read."""
+    revision: str | None
+    """Commit of the submitter's checkout; None where there is none."""
+    dirty: bool
+    """The submitter's checkout was more than its commit."""
+    auto_resume: str | None = None
+    """As submitted; None in receipts from before the field."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """What the job got because of its cluster."""
+    requested_gpus: int = 0
+    active_gpus: int | None = None
+    """GPUs of the replicas that run; None before a job event told."""
+    allocated_gpus: int | None = None
+    """GPU slots that are paid for: a large memory request can take more than were asked for."""
+    time: float
+    """Seconds since the Unix epoch, of the first writing."""
+    detail: dict[str, Any] = Field(default_factory=dict)
+    """What the backend needs to find its job again."""
+
+
+def receipts_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where receipts lie on this host."""
+    given = read_variable(FOLDER, environ)
+    return Path(given) if given else user_cache_path("milepost") / "launches"
+
+
+class Receipts:
+    """The receipts of one folder. Atomic; two submitters of one attempt write one file."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """None takes ``receipts_folder()``."""
+        self.folder = folder or receipts_folder()
+
+    def write(self, receipt: LaunchReceipt) -> None:
+        """Write or replace the receipt of an attempt.
+
+        Raises:
+            DiskFull: if there was no space.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{receipt.key}.json"
+        atomic.write_bytes(path, receipt.model_dump_json(indent=1).encode() + b"\n", durable=True)
+
+    def read(self, run: str, root: Path, attempt: int) -> LaunchReceipt | None:
+        """The receipt of an attempt; None where there is none, or it cannot be read."""
+        return _read(self.folder / f"{attempt_key(run, root, attempt)}.json")
+
+    def of_root(self, root: Path) -> list[LaunchReceipt]:
+        """All receipts of a run's root, oldest attempt first."""
+        found = (_read(path) for path in sorted(self.folder.glob("*.json")))
+        ours = [each for each in found if each is not None and each.root == str(root)]
+        return sorted(ours, key=lambda each: (each.attempt, each.time))
+
+
+def _read(path: Path) -> LaunchReceipt | None:
+    data = atomic.read_bytes(path)
+    if data is None:
+        return None
+    try:
+        return LaunchReceipt.model_validate_json(data)
+    except ValidationError:
+        return None

@@ -1,0 +1,130 @@
+"""What became of an attempt: one class, beside the scheduler's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from runtime.errors import RetryBy
+from runtime.rundir.records import EndRecord
+
+
+class AttemptClass(StrEnum):
+    """Where an attempt stands. No class promises a retry."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    CANCELED = "canceled"
+    STOPPED = "stopped"
+    """Over, outcome unknown."""
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it runs or will run."""
+        return self not in (AttemptClass.PENDING, AttemptClass.STARTING, AttemptClass.RUNNING)
+
+    @property
+    def is_taken_away(self) -> bool:
+        """Its hardware was lost from outside."""
+        return self in (AttemptClass.PREEMPTED, AttemptClass.INTERRUPTED)
+
+
+_GRAVITY = (
+    AttemptClass.PREEMPTED,
+    AttemptClass.CANCELED,
+    AttemptClass.FAILED,
+    AttemptClass.INTERRUPTED,
+    AttemptClass.STOPPED,
+    AttemptClass.PENDING,
+    AttemptClass.STARTING,
+    AttemptClass.RUNNING,
+    AttemptClass.SUCCEEDED,
+)
+"""Of the ranks of a group, the first of these that any has is the group's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStanding:
+    """The newest job of one rank."""
+
+    rank: int
+    kind: AttemptClass
+    raw: str
+    """The scheduler's own status, with its code."""
+    reason: str = ""
+    """Why it waits or ended, for a person."""
+    host: str = ""
+    job: str = ""
+    is_secondary: bool = False
+    """It only followed a sibling: the sibling's class counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStanding:
+    """One attempt as its scheduler tells it."""
+
+    kind: AttemptClass
+    raw: str
+    reason: str = ""
+    ranks: tuple[RankStanding, ...] = ()
+    oddities: tuple[str, ...] = ()
+    """What is off about the group: ids, ranks, leader selection."""
+    requested_gpus: int | None = None
+    active_gpus: int | None = None
+    allocated_gpus: int | None = None
+    detail: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def of_ranks(ranks: Sequence[RankStanding], oddities: Sequence[str] = ()) -> AttemptStanding:
+    """The class of a group from its ranks: who was hit first counts, not who followed.
+
+    Args:
+        ranks: the newest job of each rank; at least one.
+        oddities: what is off about the group.
+    """
+    first = [each for each in ranks if not each.is_secondary] or list(ranks)
+    over = [each for each in first if each.kind.is_over]
+    # Ranks that still run beside one that was taken away only have not heard of it yet.
+    kinds = [each.kind for each in first]
+    lost = [k for k in kinds if k.is_over and k is not AttemptClass.SUCCEEDED]
+    kind = min(lost or kinds, key=_GRAVITY.index)
+    chosen = next(each for each in (over or first) + first if each.kind is kind)
+    return AttemptStanding(
+        kind=kind,
+        raw=chosen.raw,
+        reason=chosen.reason if len(ranks) == 1 else _of_rank(chosen),
+        ranks=tuple(sorted(ranks, key=lambda each: each.rank)),
+        oddities=tuple(oddities),
+    )
+
+
+def _of_rank(each: RankStanding) -> str:
+    where = f" on {each.host}" if each.host else ""
+    return f"rank {each.rank}{where}: {each.reason or each.raw}"
+
+
+def with_end(standing: AttemptStanding, end: EndRecord | None) -> AttemptStanding:
+    """Add what the attempt itself wrote: it knows why it failed, the scheduler only that it did.
+
+    Args:
+        standing: the scheduler's.
+        end: the attempt's own end record, if it left one.
+    """
+    if end is None or standing.kind not in (AttemptClass.FAILED, AttemptClass.STOPPED):
+        return standing
+    failure = end.failure
+    if failure is not None and failure.retry is RetryBy.LAUNCH:
+        is_preempted = failure.error_class == "Preempted"
+        kind = AttemptClass.PREEMPTED if is_preempted else AttemptClass.INTERRUPTED
+        return replace(standing, kind=kind, reason=failure.message)
+    if end.state == "complete":
+        return replace(standing, kind=AttemptClass.SUCCEEDED, reason="")
+    if failure is not None:
+        return replace(standing, kind=AttemptClass.FAILED, reason=failure.message)
+    return standing

@@ -1,0 +1,247 @@
+"""Submitting an attempt: who may, a receipt before the call, the call, the receipt after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from configs.load import LoadedRun
+from configs.plan import Plan, make_plan
+from configs.run import RunSpec
+from configs.runtime_lock import RuntimeLock
+from runtime.clock import Clock, SystemClock
+from runtime.errors import LaunchRefused
+from runtime.launch.attempts import Launch, spec_digest, win_or_attach
+from runtime.launch.backend import LaunchBackend
+from runtime.launch.freezing import expected_counts, lease_for
+from runtime.launch.receipts import LaunchReceipt, Receipts
+from runtime.launch.submission import Payload, Submission, owned_names
+from runtime.rundir.attempt import AttemptFile, Claim
+from runtime.rundir.layout import RunRoot
+from runtime.rundir.processes import HostBoot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """Who submits, and with what. One per command or flow."""
+
+    backend: LaunchBackend
+    receipts: Receipts = field(default_factory=Receipts)
+    image: str | None = None
+    """By digest or scheduler id; None: the run file's, or none."""
+    image_revision: str | None = None
+    revision: str | None = None
+    """Commit of this checkout."""
+    dirty: bool = False
+    lock: RuntimeLock | None = None
+    clock: Clock = field(default_factory=SystemClock)
+
+
+def submit_run(
+    loaded: LoadedRun, sender: Sender, *, reason: str = "start", lost_attempt: int | None = None
+) -> Launch:
+    """Submit the next attempt of a run, or attach to the live one. Idempotent.
+
+    Args:
+        loaded: the run file.
+        sender: where to, and what is recorded.
+        reason: for the epoch record.
+        lost_attempt: an attempt that its scheduler says is over; taken over from.
+
+    Raises:
+        LaunchRefused: if a check fails; nothing was sent.
+        ConfigError: if the root belongs to another training.
+        ServiceUnavailable: if the scheduler did not answer; the same call again is safe.
+    """
+    plan = make_plan(loaded)
+    root = RunRoot.of(loaded.spec.output.root)
+    spec_json = loaded.spec.model_dump_json()
+    claim = scheduler_claim(sender.backend.name, spec_json, plan)
+
+    def made(attempt: int) -> Submission:
+        return submission_of(
+            loaded, plan, attempt=attempt, image=sender.image, claim=claim, reason=reason
+        )
+
+    # Everything that can be refused is, before a number is taken; the document is the same but for
+    # the number.
+    refuse(sender.backend, made(1))
+    if not is_reachable(loaded, root):
+        return _send(made(_next_by_receipts(sender, root, lost_attempt)), sender)
+    standing = _standing_submission(sender, root, spec_json, lost_attempt, made)
+    if standing is not None:
+        return _send(standing, sender)
+    launch, attempt = win_or_attach(
+        root,
+        claim,
+        spec_json,
+        clock=sender.clock,
+        here=HostBoot.here(),
+        lost_attempt=lost_attempt,
+    )
+    if attempt is None:
+        return launch
+    return _send(made(launch.attempt), sender)
+
+
+def scheduler_claim(backend: str, spec_json: str, plan: Plan) -> Claim:
+    """The claim of an attempt that a scheduler runs: made of what is submitted, not of who submits.
+
+    So a document is rendered the same twice, and two submitters of one thing hold one claim; the
+    job's name then lets only one of them start it.
+    """
+    digest = spec_digest(spec_json)
+    return Claim(
+        launcher=backend,
+        host="",
+        boot_id="",
+        pid=0,
+        started=0.0,
+        spec_digest=digest,
+        training_digest=plan.training_digest,
+        time=0.0,
+        nonce=digest[:16],
+    )
+
+
+def submission_of(
+    loaded: LoadedRun,
+    plan: Plan,
+    *,
+    attempt: int,
+    image: str | None,
+    claim: Claim,
+    reason: str = "start",
+) -> Submission:
+    """One attempt, ready to be rendered. Pure: the same arguments, the same bytes.
+
+    Args:
+        loaded: the run file.
+        plan: of it.
+        attempt: its number.
+        image: None takes the run file's.
+        claim: of the attempt.
+        reason: for the epoch record.
+    """
+    spec = loaded.spec
+    root = RunRoot.of(spec.output.root)
+    order = AttemptFile(
+        run=spec.name,
+        training_digest=plan.training_digest,
+        companion=companion(spec),
+        env=dict(spec.launch.env),
+        lease_s=lease_for(root, is_remote=True),
+        expected=expected_counts(spec, plan),
+        ray=_ray_of(claim.launcher, spec.launch.replicas),
+        reason=reason,
+    )
+    payload = Payload(
+        root=root.path,
+        attempt=attempt,
+        run=spec.model_dump_json(),
+        plan=plan.model_dump_json(),
+        order=order,
+        claim=claim,
+    )
+    return Submission(spec=spec, plan=plan, payload=payload, image=image or spec.launch.image)
+
+
+def _ray_of(backend: str, replicas: int) -> Literal["own", "group", "job"]:
+    if backend in ("ray", "kuberay"):
+        return "job"
+    return "group" if replicas > 1 else "own"
+
+
+def refuse(backend: LaunchBackend, submission: Submission) -> None:
+    """Raise with every reason why a submission must not be sent.
+
+    Raises:
+        LaunchRefused: naming each.
+    """
+    problems = backend.check(submission)
+    owned = owned_names(submission.environment())
+    problems += [f"{name} belongs to the launcher and may not be set" for name in owned]
+    if problems:
+        raise LaunchRefused("; ".join(problems), problems=len(problems))
+
+
+def is_reachable(loaded: LoadedRun, root: RunRoot) -> bool:
+    """The output root can be read and written from this host: its mount is there.
+
+    Never found out by trying: making the folder would make a mount point that is none.
+    """
+    launch = loaded.spec.launch
+    covering = [m for m in launch.mount_paths if f"{root.path}/".startswith(f"{m.rstrip('/')}/")]
+    return any(Path(mount).is_dir() for mount in covering)
+
+
+def companion(spec: RunSpec) -> tuple[str, ...]:
+    """The flow beside the guard, where the job knows a Prefect server to show itself on."""
+    if "PREFECT_API_URL" not in spec.launch.env:
+        return ()
+    return ("python", "-m", "flows.cli", "train", "--attempt", "{attempt}")
+
+
+def _standing_submission(
+    sender: Sender,
+    root: RunRoot,
+    spec_json: str,
+    lost_attempt: int | None,
+    made: Callable[[int], Submission],
+) -> Submission | None:
+    """The attempt we claimed and whose answer was lost: sent again under its own number."""
+    ours = sender.receipts.of_root(root.path)
+    if not ours or ours[-1].job is not None or ours[-1].attempt == lost_attempt:
+        return None
+    last = ours[-1]
+    is_same = (
+        last.spec_digest == spec_digest(spec_json) and root.attempt(last.attempt).claim.exists()
+    )
+    return made(last.attempt) if is_same else None
+
+
+def _next_by_receipts(sender: Sender, root: RunRoot, lost_attempt: int | None) -> int:
+    """The attempt's number where the root cannot be read: the job's name settles a race."""
+    ours = sender.receipts.of_root(root.path)
+    if not ours:
+        return 1 if lost_attempt is None else lost_attempt + 1
+    last = ours[-1]
+    if last.job is None:
+        return last.attempt  # its answer was lost; the same name finds it
+    return last.attempt + 1 if last.attempt == lost_attempt else last.attempt
+
+
+def _send(submission: Submission, sender: Sender) -> Launch:
+    receipt = _receipt(submission, sender)
+    sender.receipts.write(receipt)
+    submitted = sender.backend.submit(submission)
+    detail = dict(submitted.detail)
+    if submitted.url is not None:
+        detail["url"] = submitted.url
+    sender.receipts.write(receipt.model_copy(update={"job": submitted.job, "detail": detail}))
+    how = "attached" if submitted.was_there else "started"
+    return Launch(how=how, attempt=receipt.attempt, notice=submitted.url or "")
+
+
+def _receipt(submission: Submission, sender: Sender) -> LaunchReceipt:
+    payload, launch = submission.payload, submission.spec.launch
+    return LaunchReceipt(
+        key=submission.key,
+        run=submission.spec.name,
+        root=str(payload.root),
+        attempt=payload.attempt,
+        backend=sender.backend.name,
+        cluster=sender.backend.where,
+        spec_digest=payload.claim.spec_digest,
+        training_digest=payload.claim.training_digest,
+        image=submission.image,
+        image_revision=sender.image_revision,
+        revision=sender.revision,
+        dirty=sender.dirty,
+        auto_resume=launch.auto_resume,
+        environment=dict(submission.plan.environment),
+        requested_gpus=launch.replicas * launch.gpus_per_replica,
+        time=sender.clock.time(),
+    )

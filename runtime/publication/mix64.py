@@ -1,0 +1,82 @@
+"""SGLang's digest of a tensor in device memory: 64 bits, made by the device itself.
+
+A tensor is read as 32-bit words, in tiles. Each word is mixed with its place, by MurmurHash3's
+finaliser (Appleby, public domain); a tile is the sum of its words, mixed once more, in two halves
+with two seeds; the digest is the sum of all tiles, mixed by SplitMix64's finaliser (Steele, Lea and
+Flood 2014). What is computed must equal what an engine computes; constants and tile size are its.
+"""
+
+# Kernels have no types that a checker could follow.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import torch
+
+TILE = 8192
+_MASK = 0xFFFFFFFF
+_MASK64 = 2**64 - 1
+_SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
+_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
+"""Factor of a word's place, and by how many bits the place is turned."""
+_C1, _C2 = 0x85EBCA6B, 0xC2B2AE35
+
+
+def tiles(tensor: torch.Tensor) -> torch.Tensor:
+    """The tiles of one tensor, whose sum is finished by ``digest``; int64, where the tensor is.
+
+    On a GPU one kernel; elsewhere plain operations, for tests and rare use.
+    """
+    words = _words(tensor)
+    if words.is_cuda:
+        from runtime.publication.mix64_kernel import tiles_on_gpu
+
+        return tiles_on_gpu(words, seeds=_SEEDS)
+    place = torch.arange(words.numel(), dtype=torch.int64)
+    value = words.to(torch.int64) & _MASK
+    halves = [_half(value, place, which) for which in (0, 1)]
+    return (halves[0] << 32) | halves[1]
+
+
+def digest(total: int) -> str:
+    """The digest of a tensor from the sum of its tiles (any integer; 64 bits count)."""
+    x = total & _MASK64
+    x ^= x >> 30
+    x = (x * 0xBF58476D1CE4E5B9) & _MASK64
+    x ^= x >> 27
+    x = (x * 0x94D049BB133111EB) & _MASK64
+    x ^= x >> 31
+    return f"{x:016x}"
+
+
+def mix64(tensor: torch.Tensor) -> str:
+    """Digest of one tensor; an empty one has digest 0."""
+    return digest(int(tiles(tensor).sum()))
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if missing := -flat.numel() % 4:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    return flat.view(torch.int32)
+
+
+def _half(value: torch.Tensor, place: torch.Tensor, which: int) -> torch.Tensor:
+    factor, turn = _PLACES[which]
+    turned = ((place << turn) | (place >> (32 - turn))) & _MASK
+    mixed = _mixed(value ^ (((place * factor + _SEEDS[which]) & _MASK) ^ turned))
+    missing = -mixed.numel() % TILE
+    if missing:
+        mixed = torch.cat([mixed, mixed.new_zeros(missing)])
+    sums = mixed.view(-1, TILE).sum(1) & _MASK
+    return _mixed(sums ^ ((value.numel() * 4) & _MASK))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    # int64 products wrap, and only their lowest 32 bits are kept.
+    x = x ^ (x >> 16)
+    x = (x * _C1) & _MASK
+    x = x ^ (x >> 13)
+    x = (x * _C2) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,195 @@
+"""A Beaker server made from the client package's own stubs: real gRPC over TLS, real REST.
+
+It keeps of the real one: the wire, tokens on every call, one experiment per name (409), jobs
+listed by task, answers in the package's own messages. It schedules nothing: tests say what came.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import grpc
+from beaker import beaker_pb2 as pb2
+from beaker import beaker_pb2_grpc as rpc
+
+TOKEN = "the-token-of-the-test"
+
+
+@dataclass
+class FakeBeaker:
+    """State of the server; tests read and write it."""
+
+    experiments: dict[str, Any] = field(default_factory=dict)
+    """Name -> Workload message."""
+    specs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name -> the JSON that was posted."""
+    jobs: list[Any] = field(default_factory=list)
+    canceled: list[str] = field(default_factory=list)
+    num_posts: int = 0
+    lose_answers: int = 0
+    """So many posts are taken and answered by a closed connection."""
+    hang_s: float = 0.0
+    """Before every gRPC answer."""
+    agent: str = ""
+    rpc: str = ""
+
+    def config(self, folder: Path, token: str = TOKEN) -> dict[str, str]:
+        """The client's own configuration file, in the variable that names it."""
+        path = folder / f"beaker-{token}.yml"
+        path.write_text(
+            f"user_token: {token}\nagent_address: {self.agent}\nrpc_address: {self.rpc}\n"
+            "default_org: ai2\ndefault_workspace: ai2/test\n"
+        )
+        return {"BEAKER_CONFIG": str(path)}
+
+
+class Service(rpc.BeakerServicer):
+    def __init__(self, state: FakeBeaker) -> None:
+        self._state = state
+
+    def _enter(self, context: Any) -> None:
+        sent = dict(context.invocation_metadata()).get("authorization", "")
+        if sent.lower() != f"bearer {TOKEN}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "bad token")
+        time.sleep(self._state.hang_s)
+
+    def ResolveWorkspaceName(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        return pb2.ResolveWorkspaceNameResponse(workspace_id="w1")
+
+    def GetWorkspace(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        return pb2.GetWorkspaceResponse(workspace=pb2.Workspace(id="w1"))
+
+    def ResolveOrganizationName(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        return pb2.ResolveOrganizationNameResponse(organization_id="o1")
+
+    def GetWorkload(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        for workload in self._state.experiments.values():
+            if workload.experiment.id == request.workload_id:
+                return pb2.GetWorkloadResponse(workload=workload)
+        return context.abort(grpc.StatusCode.NOT_FOUND, "no such workload")
+
+    def ListWorkloads(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        part = request.options.name_or_description_substring
+        found = [w for name, w in self._state.experiments.items() if part in name]
+        return pb2.ListWorkloadsResponse(workloads=found)
+
+    def ListJobs(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        of_task = [job for job in self._state.jobs if job.task_id == request.options.task_id]
+        return pb2.ListJobsResponse(jobs=of_task)
+
+    def CancelWorkloads(self, request: Any, context: Any) -> Any:
+        self._enter(context)
+        self._state.canceled.extend(request.workload_ids)
+        return pb2.CancelWorkloadsResponse(workload_ids=request.workload_ids)
+
+
+def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
+    class Rest(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self._answer(401, {"message": "bad token"})
+                return
+            state.num_posts += 1
+            (name,) = parse_qs(urlsplit(self.path).query)["name"]
+            if name in state.experiments:
+                self._answer(409, {"message": "already in use"})
+                return
+            spec = json.loads(body)
+            number = len(state.experiments) + 1
+            workload = pb2.Workload()
+            workload.experiment.id = f"ex{number}"
+            workload.experiment.name = name
+            for index, task in enumerate(spec["tasks"]):
+                workload.experiment.tasks.add(id=f"ex{number}-t{index}", name=task.get("name", ""))
+            state.experiments[name], state.specs[name] = workload, spec
+            if state.lose_answers:
+                state.lose_answers -= 1
+                self.close_connection = True
+                self.connection.close()
+                return
+            self._answer(200, {"id": workload.experiment.id})
+
+        def _answer(self, status: int, document: dict[str, Any]) -> None:
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    return Rest
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[FakeBeaker]:
+    """A server on loopback. gRPC reads its root certificates once a process: one folder for all."""
+    state = FakeBeaker()
+    key, certificate = _certificate()
+    roots = folder / "roots.pem"
+    roots.write_bytes(certificate)
+    os.environ["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = str(roots)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    rpc.add_BeakerServicer_to_server(Service(state), server)
+    credentials = grpc.ssl_server_credentials([(key, certificate)])
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    rest = ThreadingHTTPServer(("127.0.0.1", 0), _rest(state))
+    threading.Thread(target=rest.serve_forever, daemon=True).start()
+    state.agent, state.rpc = f"http://127.0.0.1:{rest.server_port}", f"localhost:{port}"
+    try:
+        yield state
+    finally:
+        server.stop(0).wait()
+        rest.shutdown()
+        rest.server_close()
+
+
+def _certificate() -> tuple[bytes, bytes]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return private, certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,228 @@
+"""The RayJob: valid by the operator's schema, and submitted through the Kubernetes API."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jsonschema", reason="pip install -e '.[launch]'")
+
+from configs.load import LoadedRun
+from runtime.errors import LaunchRefused, ServiceUnavailable
+from runtime.launch.kuberay import KubeRayLaunch, classify, kuberay_backend
+from runtime.launch.kuberay_document import rayjob, schema_problems
+from runtime.launch.rendering import rendered
+from runtime.launch.standing import AttemptClass
+from runtime.launch.submitting import Sender, submit_run
+from runtime.launch.watching import Watcher
+from tests.runtime.launch.submissions import DIGEST, submission, three_node
+
+KUBERAY = ('launch.backend="kuberay"', 'launch.env={A="b"}')
+
+
+@pytest.fixture
+def loaded() -> LoadedRun:
+    return three_node(*KUBERAY)
+
+
+@pytest.fixture
+def document(loaded: LoadedRun) -> dict[str, Any]:
+    return rayjob(submission(loaded, image=DIGEST, backend="kuberay"))
+
+
+def test_three_nodes_are_a_head_and_two_workers_of_whole_nodes(document: dict[str, Any]) -> None:
+    assert schema_problems(document) == []
+    spec = document["spec"]
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert [workers[k] for k in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
+    for template in (spec["rayClusterSpec"]["headGroupSpec"]["template"], workers["template"]):
+        (container,) = template["spec"]["containers"]
+        assert container["image"] == DIGEST
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        assert template["spec"]["hostNetwork"] is True
+        mounted = {m["mountPath"] for m in container["volumeMounts"]}
+        assert mounted == {"/dev/shm", "/weka/oe-adapt-default"}
+        secret = next(e for e in container["env"] if e["name"] == "HF_TOKEN")
+        assert secret["valueFrom"]["secretKeyRef"]["name"] == "hf-token"
+    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 48 * 3600)
+    assert spec["entrypoint"] == "python -m runtime.launch.entry"
+    assert spec["jobId"] == document["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["spec"].update(entryPoint="x"), "entryPoint"),
+        (lambda d: d["spec"].update(backoffLimit="0"), "'0' is not of type 'integer'"),
+        (
+            lambda d: d["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].pop("template"),
+            "'template' is a required property",
+        ),
+        (
+            lambda d: d["spec"]["rayClusterSpec"]["workerGroupSpecs"][0].update(replicass=2),
+            "replicass",
+        ),
+    ],
+)
+def test_the_schema_catches_typos_types_and_what_is_missing(
+    document: dict[str, Any], change: Any, said: str
+) -> None:
+    change(document)
+    assert said in "; ".join(schema_problems(document))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "label"),
+    [("kueue", "kueue.x-k8s.io/queue-name"), ("volcano", "volcano.sh/queue-name")],
+)
+def test_gang_schedulers_get_their_labels(loaded: LoadedRun, scheduler: str, label: str) -> None:
+    document = rayjob(
+        submission(loaded, image=DIGEST, backend="kuberay"), queue="train", scheduler=scheduler
+    )
+    assert schema_problems(document) == []
+    assert document["metadata"]["labels"][label] == "train"
+    # Kueue starts what it admits; everything else must not be left suspended.
+    assert document["spec"].get("suspend", False) is (scheduler == "kueue")
+
+
+def test_rendering_needs_an_image_by_digest(loaded: LoadedRun) -> None:
+    with pytest.raises(LaunchRefused, match=r"image\.missing"):
+        rendered(loaded, environ={})
+    assert json.loads(rendered(loaded, image=DIGEST, environ={}))["kind"] == "RayJob"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ({}, AttemptClass.PENDING),
+        ({"jobDeploymentStatus": "Suspended"}, AttemptClass.PENDING),
+        ({"jobDeploymentStatus": "Initializing"}, AttemptClass.STARTING),
+        ({"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}, AttemptClass.RUNNING),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}, AttemptClass.SUCCEEDED),
+        ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, AttemptClass.CANCELED),
+        ({"jobDeploymentStatus": "Failed", "jobStatus": "FAILED"}, AttemptClass.FAILED),
+        (
+            {"jobDeploymentStatus": "Failed", "jobStatus": "RUNNING", "reason": "DeadlineExceeded"},
+            AttemptClass.FAILED,
+        ),
+        ({"jobDeploymentStatus": "Failed", "jobStatus": "RUNNING"}, AttemptClass.INTERRUPTED),
+    ],
+)
+def test_class_of_a_rayjob(status: dict[str, str], kind: AttemptClass) -> None:
+    assert classify(status).kind is kind
+
+
+class FakeKubernetes:
+    """Objects by name under the RayJobs' path, as the API keeps them; 409 for a second one."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.fails = 0
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                name = body["metadata"]["name"]
+                if fake.fails:
+                    fake.fails -= 1
+                    self._answer(503, {})
+                elif name in fake.objects:
+                    self._answer(409, {"reason": "AlreadyExists"})
+                else:
+                    fake.objects[name] = body
+                    self._answer(201, body)
+
+            def do_GET(self) -> None:
+                found = fake.objects.get(self.path.rpartition("/")[2])
+                self._answer(200 if found else 404, found or {"reason": "NotFound"})
+
+            def do_DELETE(self) -> None:
+                found = fake.objects.pop(self.path.rpartition("/")[2], None)
+                self._answer(200 if found else 404, {})
+
+            def _answer(self, status: int, document: dict[str, Any]) -> None:
+                assert "/apis/ray.io/v1/namespaces/team/rayjobs" in self.path
+                data = json.dumps(document).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                del format, args
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    pytest.importorskip("kubernetes", reason="pip install -e '.[launch]'")
+    fake = FakeKubernetes()
+    config = tmp_path / "kubeconfig"
+    config.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+                "clusters": [
+                    {
+                        "name": "k",
+                        "cluster": {"server": f"http://127.0.0.1:{fake.server.server_port}"},
+                    }
+                ],
+                "users": [{"name": "u", "user": {"token": "t"}}],
+            }
+        )
+    )
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
+    monkeypatch.setenv("MILEPOST_LAUNCH_RECEIPTS", str(tmp_path / "receipts"))
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+
+
+def backend() -> KubeRayLaunch:
+    return kuberay_backend("c", environ={"MILEPOST_K8S_NAMESPACE": "team"})
+
+
+def test_it_is_submitted_once_watched_and_stopped(
+    kubernetes: FakeKubernetes, loaded: LoadedRun
+) -> None:
+    sender = Sender(backend=backend(), image=DIGEST)
+    assert submit_run(loaded, sender).how == "started"
+    assert submit_run(loaded, sender).how == "attached"
+    ((name, sent),) = kubernetes.objects.items()
+    assert sent == json.loads(
+        rendered(loaded, image=DIGEST, environ={"MILEPOST_K8S_NAMESPACE": "team"})
+    )
+    watcher = Watcher(loaded, sender)
+    assert watcher.look(1).kind is AttemptClass.PENDING
+    sent["status"] = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    assert watcher.look(1).kind is AttemptClass.RUNNING
+    receipt = watcher.receipt(1)
+    assert receipt is not None
+    sender.backend.stop(receipt)
+    assert name not in kubernetes.objects
+    assert watcher.look(1).kind is AttemptClass.STOPPED
+
+
+def test_an_api_that_is_away_can_be_asked_again(
+    kubernetes: FakeKubernetes, loaded: LoadedRun
+) -> None:
+    kubernetes.fails = 1
+    sender = Sender(backend=backend(), image=DIGEST)
+    with pytest.raises(ServiceUnavailable, match="503"):
+        submit_run(loaded, sender)
+    assert submit_run(loaded, sender).attempt == 1
