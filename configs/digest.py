@@ -89,7 +89,15 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
 """What changes results. `core.max_updates` and `data.epochs` only say how long the run goes on."""
 
 LAYOUT: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("engine", "engine_python", "engine_args", "engines", "tensor", "colocated"),
+    "rollout": (
+        "engine",
+        "engine_python",
+        "engine_args",
+        "engines",
+        "tensor",
+        "colocated",
+        "sleep",
+    ),
     "core": (
         "backend",
         "tensor",
@@ -103,6 +111,7 @@ LAYOUT: Mapping[str, tuple[str, ...]] = {
         "activation_checkpointing",
         "compile",
         "publication_mode",
+        "refresh_pause",
         "publication_transport",
     ),
     "lora": ("publish",),

@@ -24,6 +24,7 @@ from runtime.telemetry.log import get_logger
 
 _log = get_logger()
 _MEND_POLL_S = 0.5
+_REST_POLL_S = 0.02
 _DRAIN_SLACK_S = 5.0
 
 
@@ -47,15 +48,25 @@ class Publishing:
     mode: PublicationMode
     drain_deadline_s: float
     lifecycle: LifecycleLog
+    sleeps: bool = False
+    """Engines give their memory back while the trainer makes an update."""
     _weights: anyio.Lock = field(default_factory=anyio.Lock, init=False)
     _trainer_at: PolicyId | None = field(default=None, init=False)
     """The published policy while the trainer holds exactly it, otherwise None."""
+    _asleep: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]], init=False)
+    """Incarnations without memory; the monitor is paused while there are any."""
 
     @asynccontextmanager
     async def changing_weights(self) -> AsyncGenerator[None, None]:
-        """Held while the trainer makes an update: its weights are no published policy then."""
+        """Held while the trainer makes an update: its weights are no published policy then.
+
+        Where engines sleep, they have given their memory back when this is entered, and get it
+        again in the next publication, the only thing that can make them serve.
+        """
         async with self._weights:
             self._trainer_at = None
+            if self.sleeps:
+                await self._lull()
             yield
 
     async def publish(self, policy: PolicyId) -> Decision:
@@ -67,6 +78,7 @@ class Publishing:
         """
         self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
         async with self._weights, self.gate.publication():
+            await self._wake()
             engines = await self._some_engines()
             self.monitor.pause()
             try:
@@ -75,6 +87,7 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    rest=self._rest if self.mode == "rolling" else None,
                     decided=self._serve,
                 )
             except Exception:
@@ -88,7 +101,11 @@ class Publishing:
                 raise
             finally:
                 self.monitor.resume()
+                if self.mode == "rolling":
+                    self.pool.end_rests()
+                    self.gate.open()
             self._trainer_at = policy
+            self.pool.serve(policy)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -100,6 +117,36 @@ class Publishing:
             stages_s=dict(decision.stages_s),
         )
         return decision
+
+    async def _lull(self) -> None:
+        """Have every engine end what it generates and give its memory back."""
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in self._asleep:
+                continue  # an update that is tried again
+            if not self._asleep:
+                self.monitor.pause()
+            self._asleep.add((engine.slot, engine.incarnation))
+            try:
+                await engine.client.pause("abort")
+                await engine.client.release_memory()
+            except RunError as error:
+                # It holds memory that the trainer needs now.
+                reason = f"did not give its memory back: {error.message}"
+                await self.monitor.kill(engine.slot, engine.incarnation, reason)
+
+    async def _wake(self) -> None:
+        """Give sleeping engines their memory; whoever cannot take it fails in the publication."""
+        asleep, self._asleep = self._asleep, set()
+        if not asleep:
+            return
+        self.monitor.resume()
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in asleep:
+                try:
+                    await engine.client.resume_memory()
+                except RunError as error:
+                    reason = f"did not get its memory again: {error.message}"
+                    await self.monitor.kill(engine.slot, engine.incarnation, reason)
 
     async def mend_for_ever(self) -> None:
         """Bring restarted engines to the published policy, until cancelled.
@@ -172,8 +219,23 @@ class Publishing:
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
 
+    async def _rest(self, target: Target) -> None:
+        """Send one engine no new work and wait for what it has; stragglers are aborted after it.
+
+        The last engine that serves is not taken away from under its callers: admission waits then.
+        """
+        if not self.pool.rest(target.slot, target.incarnation):
+            await self._drain()
+            return
+        with anyio.move_on_after(self.drain_deadline_s):
+            while self.pool.views()[target.slot].active_samples > 0:  # noqa: ASYNC110  # no event says so
+                await anyio.sleep(_REST_POLL_S)
+
     def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
-        self.pool.serve(policy)
+        # Engine by engine, those whose turn is still to come go on with what they hold.
+        also = self.pool.published if self.mode == "rolling" else None
+        self.pool.serve(policy, also=also if also != policy else None)
+        self.pool.end_rests()
         for target in verified:
             self.pool.mark_verified(target.slot, target.incarnation, policy)
 

@@ -40,9 +40,10 @@ def test_presets_are_what_their_hardware_is_called() -> None:
     plans = {path.stem: make_plan(load_run(path)) for path in PRESETS}
     gpus = {name: plan.topology.total_gpus for name, plan in plans.items()}
     on_cpu = {"laptop": 0, "laptop-lora": 0, "laptop-opd": 0, "laptop-sglang": 0}
-    assert gpus == on_cpu | {"dev": 2, "node": 8, "three-node": 24}
+    assert gpus == on_cpu | {"one-gpu": 1, "dev": 2, "node": 8, "three-node": 24}
     protected = {name: plan.spec["launch"]["min_runtime"] for name, plan in plans.items()}
-    assert protected == on_cpu | {"dev": 3600, "node": 4 * 3600, "three-node": 8 * 3600}
+    asked = {"dev": 3600, "node": 4 * 3600, "three-node": 8 * 3600}
+    assert protected == on_cpu | {"one-gpu": 0} | asked
     assert all(plan.spec["reward"]["skip_budget"] == 0.001 for plan in plans.values())
 
 
@@ -275,12 +276,7 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
             "lora.publish",
         ),
         (('rollout.function = "a.b:c"',), "rollout.function"),
-        (('core.publication_mode = "rolling"',), "core.publication_mode"),
-        (('core.publication_transport = "ipc"',), "core.publication_transport"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
-        (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "launch.backend"),
-        (('launch.auto_resume = "scheduler"',), "launch.auto_resume"),
-        (("launch.gpus_per_replica = 2",), "launch.gpus_per_replica"),
         (('reward.code.url = "http://x"',), "reward.code"),
         (("reward.judge = { url = 'http://x' }",), "reward.judge"),
     ],
@@ -307,6 +303,10 @@ def test_missing_machinery_is_listed_and_still_plans(
         "core.data = 2",
         'core.publication_mode = "drain"',
         'core.publication_transport = "broadcast"',
+        'core.publication_transport = "ipc"',
+        'core.publication_mode = "rolling"',
+        'core.refresh_pause = "retract"',
+        "launch.gpus_per_replica = 2",
         'evaluation.sets.a = { recipe = "laptop" }',
         'tracking.mode = "disabled"',
         'reward.verifier = "my.module:verify"',

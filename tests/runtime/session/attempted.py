@@ -57,7 +57,7 @@ def context_of(folder: Path, *sets: str, clock: Clock | None = None) -> Context:
         run=loaded.spec.name,
         training_digest=plan.training_digest,
         lease_s=30.0,
-        expected=expected_counts(loaded, plan),
+        expected=expected_counts(loaded.spec, plan),
     )
     atomic.write_bytes(attempt.run, loaded.spec.model_dump_json().encode())
     atomic.write_bytes(attempt.plan, plan.model_dump_json().encode())
