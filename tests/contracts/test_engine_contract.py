@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.conftest import Models, RunningEngine
+from tests.contracts.conftest import Models, RunningEngine, only_on
 from tests.contracts.tiny_models import CONTEXT, VOCAB, reference_logprobs
 
 pytestmark = pytest.mark.anyio
@@ -245,6 +245,7 @@ async def test_wrong_type_has_the_validation_envelope(engine_server: RunningEngi
     assert "must be list or null; got str" in answer.body["message"]
 
 
+@only_on("embedded", "SGLang's server ends; tests/runtime/engines/test_sglang_owner.py has it")
 @pytest.mark.parametrize("bad", [VOCAB, 99999, -1])
 async def test_ids_outside_the_vocabulary_leave_the_server_alive(
     engine_server: RunningEngine, bad: int
