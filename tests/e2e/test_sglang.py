@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(3600)]
 
 PRESET = Path("configs/presets/laptop-sglang.toml")
 WANTED = 0.9
-UPDATES = 420
+UPDATES = 200
+"""The preset makes 420; 0.9 was reached at 96."""
 
 
 def test_the_laptop_task_is_learned_though_the_scheduler_is_killed_and_frozen(
@@ -30,6 +31,7 @@ def test_the_laptop_task_is_learned_though_the_scheduler_is_killed_and_frozen(
         "health.interval=2.0",
         "health.misses=2",
         "health.restarts_per_hour=20",
+        f"core.max_updates={UPDATES}",
     )
     text = PRESET.read_text().replace('root = "../../runs/laptop-sglang"', 'root = "run"')
     run.file.write_text(text)
