@@ -41,21 +41,17 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
         yield "core.router_aux_coef", core.router_aux_coef, "router losses"
     if core.renormalize_support:
         yield "core.renormalize_support", True, "scoring over kept tokens only"
-    if spec.launch.gpus_per_replica > 0:
-        yield "launch.gpus_per_replica", spec.launch.gpus_per_replica, "training on GPUs"
 
 
 def _serving(spec: RunSpec) -> Iterator[_Gap]:
     core, rollout = spec.core, spec.rollout
-    if rollout.colocated and spec.launch.replicas * spec.launch.gpus_per_replica > 1:
-        yield "rollout.colocated", True, "engines on the trainer's GPUs, but for a run of one GPU"
     if rollout.function is not None:
         yield "rollout.function", rollout.function, "multi-turn rollout functions"
     if rollout.filter not in ("off", "equal_rewards"):
         yield "rollout.filter", rollout.filter, "filters by import path"
-    if core.publication_mode == "rolling":
-        yield "core.publication_mode", core.publication_mode, "engine-by-engine publication"
-    if core.publication_transport in ("ipc", "p2p"):
+    if rollout.colocated and (rollout.engines > 1 or rollout.tensor > 1):
+        yield "rollout.engines", rollout.engines, "several engines on the trainer's GPUs"
+    if core.publication_transport == "p2p":
         yield "core.publication_transport", core.publication_transport, "this transport"
     services = {"code", "judge", "http", "instructions"}
     if spec.reward.verifier in services:

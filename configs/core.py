@@ -12,6 +12,7 @@ from configs.section import PositiveSeconds, RunPath, Seconds, Section
 
 AttentionBackend = Literal["auto", "flash_4", "flash_3", "flash_2", "sdpa"]
 PublicationMode = Literal["refresh", "drain", "rolling"]
+RefreshPause = Literal["in_place", "retract", "abort"]
 PublicationTransport = Literal["auto", "disk", "ipc", "broadcast", "p2p"]
 
 _MEAN_GAP_BY_DTYPE: dict[DType, float] = {"bfloat16": 0.05, "float32": 1e-4}
@@ -136,6 +137,10 @@ class Core(Section):
     publication_mode: PublicationMode = "refresh"
     """`refresh`: swap under running responses; `drain`: let them finish first; `rolling`: engine by
     engine."""
+    refresh_pause: RefreshPause = "in_place"
+    """How `refresh` pauses engines that prove per-token spans: `in_place` keeps running responses
+    where they are, `retract` has their keys computed again under the new weights, `abort` continues
+    them as new requests. Engines without such spans always abort and continue."""
     publication_transport: PublicationTransport = "auto"
     """How weights travel; `auto` is settled in the plan and never switched later."""
     p2p_transfer_timeout: PositiveSeconds = 30.0

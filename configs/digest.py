@@ -111,6 +111,7 @@ LAYOUT: Mapping[str, tuple[str, ...]] = {
         "activation_checkpointing",
         "compile",
         "publication_mode",
+        "refresh_pause",
         "publication_transport",
     ),
     "lora": ("publish",),

@@ -17,8 +17,9 @@ from prefect.logging import get_run_logger
 
 from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
-from runtime.errors import Interrupted, Preempted, RetryBy, RunError
+from runtime.errors import RetryBy, RunError
 from runtime.launch.attempts import Launch
+from runtime.launch.driving import ending
 from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import canonical_json
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
@@ -116,7 +117,7 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=may_ask_again,
 )
-def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
+def watch(run: Run, attempt: int) -> Watched:
     """The attempt is over, and it is decided what follows.
 
     One whose hardware was taken away ends this task as failed, as what it was: the flow goes on
@@ -135,7 +136,7 @@ def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
         if decision.what != "wait":
             _show_standing(run, attempt, standing)
             return Watched(attempt=attempt, standing=standing, decision=decision)
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
 
 
 @task(name="wait", task_run_name="wait {delay_s:g} s before another attempt")
@@ -146,14 +147,7 @@ def back_off(delay_s: float) -> None:
 
 def failed(watched: Watched) -> RunError:
     """The error a flow ends with when no attempt follows."""
-    standing = watched.standing
-    message = f"attempt {watched.attempt}: {standing.kind} ({standing.raw}) {standing.reason}; "
-    message += watched.decision.why
-    if standing.kind is AttemptClass.PREEMPTED:
-        return Preempted(message)
-    if standing.kind is AttemptClass.INTERRUPTED:
-        return Interrupted(message)
-    return RunError(message)
+    return ending(watched.attempt, watched.standing, watched.decision)
 
 
 def _show_document(run: Run, attempt: int) -> None:

@@ -100,9 +100,12 @@ def _keep_in_touch(run: RunHandle) -> None:
 
 
 def _take_up(run: RunHandle, step: Step) -> None:
-    """Start the next epoch of a run that is still lost; another flow may have been faster."""
+    """Start the next epoch of a run that is still lost; another flow may have been faster.
+
+    With a scheduler only the launch flow submits again; this one looks once more.
+    """
     answer = ensure(run.root, step, timeout_s=0.0)
-    if isinstance(answer, Lost):
+    if isinstance(answer, Lost) and run.loaded.spec.launch.backend == "local":
         start_run(run.loaded, reason="the run was lost", lost_attempt=answer.attempt)
 
 

@@ -185,6 +185,47 @@ def _sharing(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core, rollout = spec.core, spec.rollout
+    transport, on_gpus = core.publication_transport, spec.launch.gpus_per_replica > 0
+    if core.publication_mode == "rolling" and transport == "broadcast":
+        yield refused(
+            "core.publication_mode",
+            "core.publication_transport",
+            because="a collective serves all engines at once, never one by one",
+            allowed='transport "auto", "disk" or "ipc"',
+        )
+    if transport == "ipc" and on_gpus and not (rollout.colocated and rollout.tensor == 1):
+        yield refused(
+            "core.publication_transport",
+            "rollout.colocated",
+            "rollout.tensor",
+            because="an engine opens memory of the GPU it runs on, and no other",
+            allowed='rollout.colocated = true with tensor = 1; otherwise "broadcast" or "disk"',
+        )
+    if transport == "ipc" and not on_gpus and rollout.engine == "sglang":
+        yield refused(
+            "core.publication_transport",
+            "rollout.engine",
+            because="SGLang shares memory on a GPU only",
+            allowed='"auto", "disk" or "broadcast"',
+        )
+    if transport == "ipc" and spec.launch.replicas > 1:
+        yield refused(
+            "core.publication_transport",
+            "launch.replicas",
+            because="memory is shared within one machine",
+            allowed='"broadcast", or "disk" on a shared file system',
+        )
+    if rollout.colocated and on_gpus and transport == "broadcast":
+        yield refused(
+            "core.publication_transport",
+            "rollout.colocated",
+            because="two ranks of one collective cannot share a GPU",
+            allowed='"ipc" or "disk"',
+        )
+
+
 def _engines(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     rollout = spec.rollout
     if rollout.engine != "embedded":
@@ -220,5 +261,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _attention,
     _engine_args,
     _sharing,
+    _publication,
     _engines,
 )

@@ -240,7 +240,7 @@ def recovered_at(observer: Observer, blow: Blow, fired_at: float) -> float | Non
         decided = observer.first(fired_at, "decided: epoch")
         # Who was killed may not have been of the owner's: a later commit will do then, too.
         since = decided or fired_at + 3 * LEASE_S
-    return observer.first(since, "progress: commit")
+    return observer.first(since, "progress: commit", "progress: end")
 
 
 class DrilledRun:

@@ -23,7 +23,7 @@ from runtime.engines.protocol import (
     TensorSpec,
 )
 from runtime.engines.shared import SharedBucket
-from runtime.engines.wire import generate_body, generations
+from runtime.engines.wire import aborted_early, generate_body, generations
 from runtime.errors import (
     ContractViolation,
     EngineRefused,
@@ -112,10 +112,12 @@ class HttpEngineClient:
                 rid=request.rid,
                 url=self._url,
             ) from error
+        if (early := aborted_early(status, answer, request)) is not None:
+            return early
         failure = classify(status, answer)
         if failure is not None:
             raise failure
-        return generations(answer, n=request.n)
+        return generations(answer, n=request.n, router=request.router)
 
     async def abort(self, rid: str | None) -> None:
         """Abort one call, or everything with None. Unknown ids are no error."""
@@ -235,9 +237,7 @@ class HttpEngineClient:
                 url=self._url,
             )
         body = (
-            memory_body(bucket)
-            if bucket.cuda is None
-            else cuda_body(bucket, num_ranks=info.digest.tensor)
+            memory_body(bucket) if bucket.cuda is None else cuda_body(bucket, num_ranks=info.tensor)
         )
         await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
 
@@ -310,12 +310,12 @@ class HttpEngineClient:
             "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
         )
         sums: dict[str, str] = {}
-        ranks = cast(list[Mapping[str, Any]], answer.get("ranks") or [])
-        for rank in ranks:
-            # Each tensor-parallel rank holds its shards under the names of whole tensors.
-            where = f"{rank['parallelism_info']['tp_rank']}/" if len(ranks) > 1 else ""
-            found = cast(Mapping[str, str], rank["checksums"])
-            sums.update({f"{where}{name}": checksum for name, checksum in found.items()})
+        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
+            for name, found in cast(Mapping[str, str], rank["checksums"]).items():
+                if sums.setdefault(name, found) != found:
+                    raise ContractViolation(
+                        f"ranks of the engine hold different {name}", url=self._url, tensor=name
+                    )
         if not sums:
             raise ContractViolation("the engine told no checksums", url=self._url)
         return sums

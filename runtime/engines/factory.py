@@ -72,13 +72,6 @@ def engine_owner(
     )
 
 
-def engine_gpus(spec: RunSpec) -> float:
-    """GPUs an engine's owner asks Ray for; a shared one counts half for each side."""
-    if spec.launch.gpus_per_replica == 0:
-        return 0.0
-    return 0.5 if spec.rollout.colocated else float(spec.rollout.tensor)
-
-
 def _sglang_settings(
     spec: RunSpec, *, model: str, slot: int, api_key: str, threads: int, host: str
 ) -> SglangSettings:

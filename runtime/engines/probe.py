@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from runtime.engines.answers import classify
 from runtime.engines.connection import Connection
-from runtime.engines.protocol import EngineInfo, WeightDigest
+from runtime.engines.protocol import EngineInfo
 from runtime.errors import ContractViolation
 
 _SPAN_TOKENS = (48, 384, 1536)
@@ -49,24 +49,11 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         takes_salt=await _takes_salt(asks),
         forgets_prefixes=facts.get("contract") == 1,
         update_bracket=await asks.status("/end_weight_update", {}) != 404,
-        **_weights_of(server),
+        hash=facts.get("hash", "sha256"),
+        shares=facts.get("shares", "none"),
+        flat_broadcast=facts.get("flat_broadcast", False),
+        tensor=int(server.get("tp_size") or 1),
     )
-
-
-def _weights_of(server: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine's own facts say about its weights, as fields of EngineInfo."""
-    if "tp_size" not in server:
-        return {"shares": "memory" if server.get("opens_shared_memory") else "none"}
-    on_gpu = str(server.get("device", "cuda")).startswith("cuda")
-    return {
-        "digest": WeightDigest(
-            names="fused",
-            tensor=int(server["tp_size"]),
-            hash="mix64" if on_gpu else "sha256",
-        ),
-        "shares": "cuda" if on_gpu else "none",
-        "flat_broadcast": True,
-    }
 
 
 class _Asks:

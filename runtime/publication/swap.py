@@ -87,7 +87,7 @@ class Swap:
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                kinds = frozenset(p.info.digest for p in self._roll.sound if p.info is not None)
+                kinds = frozenset(p.info.hash for p in self._roll.sound if p.info is not None)
                 self.snapshot = await self._parts.transport.prepare(self.policy, kinds)
             check_snapshot(self.snapshot)
 
@@ -198,7 +198,7 @@ class Swap:
         async def one(participant: Participant) -> None:
             client, info = participant.target.client, participant.info
             assert info is not None
-            check_held(snapshot, await client.checksums(), info.digest)
+            check_held(snapshot, await client.checksums(), info.hash)
             if participant in self._unflushed:
                 # Engines of different abilities in one publication: the transfer flushed none.
                 await client.flush_cache()

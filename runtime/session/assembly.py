@@ -14,7 +14,6 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from configs.topology import Topology
 from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.identity import RunIdentity, differences
@@ -28,7 +27,10 @@ from runtime.errors import ConfigError, SessionLost
 from runtime.evaluation.snapshots import pinned_policies
 from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
+from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.disk import DiskTransport
+from runtime.publication.ipc import IpcTransport
+from runtime.publication.protocol import PublicationTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
@@ -177,7 +179,7 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
                 ),
                 Placement(
                     ranks=ranks,
-                    gpus_per_rank=_gpus_per_rank(context.plan.topology),
+                    gpus_per_rank=context.plan.topology.gpus_per_rank,
                     host=nodes.address(nodes.trainer_node(0, ranks)),
                     options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
                 ),
@@ -191,13 +193,6 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
         with timing.stage(Stage.PREPARE):
             made.append(await prepare(context.attempt))
     return made[0], started[0]
-
-
-def _gpus_per_rank(topology: Topology) -> float:
-    """What Ray counts for a rank; a GPU that is shared with an engine counts half."""
-    if not topology.trainer_gpus:
-        return 0.0
-    return 0.5 if topology.colocated else 1.0
 
 
 async def _load_and_start(
@@ -283,23 +278,19 @@ async def _session(
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
 
-    transport = (
-        DiskTransport(trainer, root=_shared_scratch(context, nodes))
-        if context.plan.publication_transport == "disk"
-        else BroadcastTransport(trainer, host=nodes.address(0))
-    )
     publishing = Publishing(
         publisher=Publisher(
-            transport=transport,
+            transport=_transport(context, trainer, nodes),
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
             limits=publication_limits(spec.rollout.drain_deadline),
+            pause=spec.core.refresh_pause,
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
-        mode="drain" if spec.core.publication_mode == "drain" else "refresh",
+        mode=spec.core.publication_mode,
         drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
         sleeps=spec.rollout.sleep,
@@ -406,6 +397,24 @@ def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
 def _retain(root: RunRoot, epoch: int, keep: int, copying: Collection[str]) -> tuple[str, ...]:
     pinned = {*pinned_policies(root, Chain(root).read()), *copying}
     return retain(root, epoch, keep=keep, pinned=pinned)
+
+
+def _transport(context: Context, trainer: TrainerGroup, nodes: Nodes) -> PublicationTransport:
+    diagnostics = Diagnostics.from_environment()
+    match context.plan.publication_transport:
+        case "disk":
+            root = _shared_scratch(context, nodes)
+            return DiskTransport(trainer, root, diagnostics=diagnostics)
+        case "ipc":
+            return IpcTransport(trainer, diagnostics=diagnostics)
+        case _:
+            return BroadcastTransport(
+                trainer,
+                host=nodes.address(0),
+                backend="nccl" if context.plan.topology.trainer_gpus else "gloo",
+                ranks_per_engine=context.spec.rollout.tensor,
+                diagnostics=diagnostics,
+            )
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

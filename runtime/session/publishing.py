@@ -24,6 +24,7 @@ from runtime.telemetry.log import get_logger
 
 _log = get_logger()
 _MEND_POLL_S = 0.5
+_REST_POLL_S = 0.02
 _DRAIN_SLACK_S = 5.0
 
 
@@ -86,6 +87,7 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    rest=self._rest if self.mode == "rolling" else None,
                     decided=self._serve,
                 )
             except Exception:
@@ -99,7 +101,11 @@ class Publishing:
                 raise
             finally:
                 self.monitor.resume()
+                if self.mode == "rolling":
+                    self.pool.end_rests()
+                    self.gate.open()
             self._trainer_at = policy
+            self.pool.serve(policy)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -213,8 +219,23 @@ class Publishing:
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
 
+    async def _rest(self, target: Target) -> None:
+        """Send one engine no new work and wait for what it has; stragglers are aborted after it.
+
+        The last engine that serves is not taken away from under its callers: admission waits then.
+        """
+        if not self.pool.rest(target.slot, target.incarnation):
+            await self._drain()
+            return
+        with anyio.move_on_after(self.drain_deadline_s):
+            while self.pool.views()[target.slot].active_samples > 0:  # noqa: ASYNC110  # no event says so
+                await anyio.sleep(_REST_POLL_S)
+
     def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
-        self.pool.serve(policy)
+        # Engine by engine, those whose turn is still to come go on with what they hold.
+        also = self.pool.published if self.mode == "rolling" else None
+        self.pool.serve(policy, also=also if also != policy else None)
+        self.pool.end_rests()
         for target in verified:
             self.pool.mark_verified(target.slot, target.incarnation, policy)
 

@@ -11,12 +11,14 @@ from anyio.abc import TaskGroup
 
 from configs.concurrency import settle_concurrency
 from configs.run import RunSpec
+from configs.shape import read_shape
 from runtime.data.decoder import load_decoder
 from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
+from runtime.data.routed import RouterShape
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
-from runtime.engines.factory import engine_gpus, engine_owner
+from runtime.engines.factory import engine_owner
 from runtime.engines.monitor import HealthMonitor, health_settings
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
@@ -100,7 +102,7 @@ def make_engines(
             epoch=context.epoch,
             # The owner's own deadline comes first: it knows the server's last words.
             start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
-            num_gpus=engine_gpus(spec),
+            num_gpus=context.plan.topology.gpus_per_engine,
             options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
@@ -203,6 +205,14 @@ def _concurrency(context: Context, pool: EnginePool) -> int:
     return settled.samples
 
 
+def _router(spec: RunSpec) -> RouterShape | None:
+    """Of the model, where the choices of experts are to be replayed."""
+    shape = read_shape(spec.model) if spec.core.routing_replay else None
+    if shape is None or not shape.is_moe:
+        return None
+    return RouterShape(layers=shape.layers, top_k=shape.experts_per_token, experts=shape.experts)
+
+
 def make_producer(
     context: Context,
     engines: Engines,
@@ -224,6 +234,7 @@ def make_producer(
         vocab_size=vocab_size,
         groups_per_collection=rollout.groups_per_collection,
         samples_per_prompt=rollout.samples_per_prompt,
+        router=_router(spec),
         sampling=sampling_settings(spec),
         max_concurrent_samples=_concurrency(context, engines.pool),
         updates_per_collection=spec.core.updates_per_collection,

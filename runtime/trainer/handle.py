@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
-from runtime.publication.protocol import ONLY_HF
+from runtime.engines.protocol import TensorSpec, WeightHash
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class TrainerHandle(Protocol):
         ...
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """Write the current weights as safetensors into ``folder``."""
         ...

@@ -13,8 +13,8 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
-from runtime.publication.protocol import ONLY_HF
+from runtime.engines.protocol import TensorSpec, WeightHash
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
@@ -69,13 +69,13 @@ class LocalGroup:
         return await self._step("weight_specs")
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """See TrainerHandle."""
         return await self._step("write_snapshot", folder, kinds)
 
     async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights:
         """Pack the current weights for engines of this machine (``publication.ipc``)."""
         return await self._step("share_weights", place, folder, kinds)

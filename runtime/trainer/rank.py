@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.errors import FencedError, PublicationFailed
 from runtime.publication.diagnostics import stacks_of_this_rank
-from runtime.publication.protocol import ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.sender import BroadcastSender
 from runtime.publication.sharing import SharedWeights, WeightSharing
 from runtime.publication.snapshot import (
@@ -151,12 +151,12 @@ class RankServer:
         self._sender.abort()
 
     def _share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights | None:
         return self._sharing.share(place, folder, kinds)
 
     def _write_snapshot(
-        self, weights: WeightExport, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, weights: WeightExport, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot | None:
         """Rank 0 writes the weights, the others take part; None from those."""
         if self._ranks.rank:

@@ -24,6 +24,40 @@ MOE = MODEL | {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_si
 
 ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     # id, settings, field, text of message or allowed
+    (
+        "rolling by a collective",
+        ('core.publication_mode = "rolling"', 'core.publication_transport = "broadcast"'),
+        "core.publication_mode",
+        "one by one",
+    ),
+    (
+        "ipc to another GPU",
+        (*GPUS, 'core.publication_transport = "ipc"'),
+        "core.publication_transport",
+        "rollout.colocated = true",
+    ),
+    (
+        "ipc to SGLang on CPU",
+        ('core.publication_transport = "ipc"', 'rollout.engine = "sglang"'),
+        "core.publication_transport",
+        "on a GPU only",
+    ),
+    (
+        "ipc over machines",
+        ("launch.replicas = 2", 'core.publication_transport = "ipc"'),
+        "core.publication_transport",
+        "one machine",
+    ),
+    (
+        "a collective on one GPU",
+        (
+            "launch.gpus_per_replica = 1",
+            "rollout.colocated = true",
+            'core.publication_transport = "broadcast"',
+        ),
+        "core.publication_transport",
+        "two ranks of one collective",
+    ),
     ("one sample", ("rollout.samples_per_prompt = 1",), "rollout.samples_per_prompt", "OPD"),
     (
         "top-p with TIS",

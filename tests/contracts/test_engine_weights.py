@@ -19,7 +19,6 @@ from runtime.engines.client import HttpEngineClient
 from runtime.engines.collective import CollectiveGroup
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
-from runtime.publication.fused import Fusing
 from tests.contracts.conftest import Models, RunningEngine, only_on
 from tests.contracts.test_engine_contract import GREEDY, LONG, generate
 from tests.contracts.tiny_models import (
@@ -51,14 +50,6 @@ async def engine_checksums(engine: RunningEngine) -> dict[str, str]:
     answer = await engine.post("/weights_checker", {"action": "checksum"})
     assert answer.status == 200
     return answer.body["ranks"][0]["checksums"]
-
-
-def expected_checksums(engine: RunningEngine, weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """What an engine that holds these weights says: SGLang by its own, fused parameters."""
-    if engine.kind == "embedded":
-        return checksums(weights.items())
-    fusing = Fusing()
-    return checksums(one for name, tensor in weights.items() for one in fusing.push(name, tensor))
 
 
 async def swap_from_disk(engine: RunningEngine, path: str, version: str, **fields: object):
@@ -218,8 +209,8 @@ async def test_disk_update_serves_the_new_weights(engine_server: RunningEngine, 
         },
     )
     sums = await engine_checksums(engine_server)
-    assert sums == expected_checksums(engine_server, tensors(models, "b"))
-    assert before == expected_checksums(engine_server, tensors(models, "a"))
+    assert sums == checksums(tensors(models, "b").items())
+    assert before == checksums(tensors(models, "a").items())
     sample = (await engine_server.post("/generate", generate(return_logprob=True))).body
     assert sample["meta_info"]["weight_version"] == "v1"
     found = torch.tensor([t[0] for t in sample["meta_info"]["output_token_logprobs"]])
@@ -354,7 +345,7 @@ async def test_tensors_in_the_body(engine_server: RunningEngine, models: Models)
             {"success": True, "message": f"Success Weight version updated to t{i}."},
         )
     await engine_server.post("/end_weight_update")
-    assert await engine_checksums(engine_server) == expected_checksums(engine_server, weights)
+    assert await engine_checksums(engine_server) == checksums(weights.items())
 
 
 @only_on("embedded", "SGLang takes pickles; a bad one ends its server")
@@ -464,7 +455,7 @@ async def test_broadcast_update(engine_server: RunningEngine, models: Models):
         "message": "Succeeded to update parameter online. Weight version updated to d1.",
     }
     await engine_server.post("/end_weight_update")
-    assert await engine_checksums(engine_server) == expected_checksums(engine_server, weights)
+    assert await engine_checksums(engine_server) == checksums(weights.items())
     destroyed = await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})
     assert destroyed.status == 200
     again = await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})

@@ -98,7 +98,7 @@ def _flush(engine: Engine) -> bool:
 
 
 async def server_info(http: web.Request) -> web.Response:
-    """Settings and state. ``vocab_size``, ``opens_shared_memory`` and ``paused`` are ours."""
+    """Settings and state. ``vocab_size`` and ``paused`` are ours, upstream has neither."""
     engine = http.app[EngineKey]
     settings, decoder = engine.settings, engine.decoder
     return json_response(
@@ -110,7 +110,6 @@ async def server_info(http: web.Request) -> web.Response:
             "max_req_input_len": engine.rules.context_length - 1,
             "vocab_size": engine.rules.vocab_size,
             "enable_return_routed_experts": False,
-            "opens_shared_memory": True,
             "status": "ready",
             "version": VERSION,
             "started_at": engine.started_at,
@@ -154,6 +153,7 @@ async def milepost(http: web.Request) -> web.Response:
             "contract": 1,
             "vocab_size": rules.vocab_size,
             "context_length": rules.context_length,
+            "shares": "memory",
         }
     )
 

@@ -24,8 +24,12 @@ class AdamW(Protocol):
     @num_steps.setter
     def num_steps(self, value: int) -> None: ...
 
-    def step(self, lr: float, grad_factor: float) -> None:
-        """One step with the gradients of the masters times ``grad_factor``."""
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
+        """One step with the gradients of the masters, clipped to ``max_norm``.
+
+        ``norm`` is their length, float32 [1] where they are; not finite, it may not be given to an
+        optimizer over a list.
+        """
         ...
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
@@ -57,8 +61,9 @@ class ListAdamW:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def step(self, lr: float, grad_factor: float) -> None:
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
         """See AdamW."""
+        grad_factor = _clip_factor(norm, max_norm).item()
         if grad_factor != 1.0:
             for gradient in self._weights.collect_gradients():
                 gradient.mul_(grad_factor)
@@ -98,8 +103,11 @@ class LongAdamW:
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, lr: float, grad_factor: float) -> None:
-        """See AdamW. Without any gradient the step is not taken."""
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
+        """See AdamW. Without any gradient, or with a norm that is not finite, nothing changes.
+
+        Counted all the same: whoever learns the norm sets ``num_steps`` back.
+        """
         grad_N = self._long.gradient()
         if grad_N is None:
             return
@@ -116,7 +124,8 @@ class LongAdamW:
             self._exp_avg_N,
             self._exp_avg_sq_N,
             grad_N,
-            grad_factor=grad_factor,
+            norm,
+            max_norm=max_norm,
             decay=1.0 - lr * self._settings.weight_decay,
             step_size=lr / (1.0 - beta1**self.num_steps),
             root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
@@ -142,8 +151,9 @@ def adamw_(
     exp_avg_N: Tensor,
     exp_avg_sq_N: Tensor,
     grad_N: Tensor,
+    norm: Tensor,
     *,
-    grad_factor: float,
+    max_norm: float,
     decay: float,
     step_size: float,
     root_correction: float,
@@ -154,7 +164,9 @@ def adamw_(
 
     Source: Loshchilov and Hutter 2019.
     """
-    grad_N = grad_N * grad_factor
+    if not norm.isfinite().all():
+        return torch.zeros(1)
+    grad_N = grad_N.float() * _clip_factor(norm, max_norm)
     exp_avg_N.lerp_(grad_N, 1.0 - betas[0])
     exp_avg_sq_N.mul_(betas[1]).addcmul_(grad_N, grad_N, value=1.0 - betas[1])
     old_N = master_N.clone()
@@ -162,3 +174,7 @@ def adamw_(
     master_N.mul_(decay).addcdiv_(exp_avg_N, root_N, value=-step_size)
     param_N.copy_(master_N)
     return old_N.sub_(master_N).square_()
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.where(norm > max_norm, max_norm / (norm + 1e-6), torch.ones_like(norm))

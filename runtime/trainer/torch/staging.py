@@ -185,6 +185,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """
     # In the order of the file, so that it grows from its beginning and can be followed.
     named = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    path.unlink(missing_ok=True)  # an older one would be followed to its end
     grows = _Growing(path)
     with SafetensorsFile(path, [spec_of(name, tensor) for name, tensor in named]) as file:
         with grows:

@@ -22,6 +22,7 @@ from runtime.engines.keepalive import (
     check_keepalive_order,
 )
 from runtime.engines.protocol import EngineClient, GenerateRequest, SamplingSettings
+from runtime.engines.wire import aborted_early
 from runtime.errors import (
     ConfigError,
     ContractViolation,
@@ -391,3 +392,17 @@ async def losses(monkeypatch: pytest.MonkeyPatch, server_s: float, client_s: flo
 async def test_equal_keepalives_lose_calls_and_ours_lose_none(monkeypatch: pytest.MonkeyPatch):
     assert await losses(monkeypatch, server_s=5.0, client_s=5.0) > 0
     assert await losses(monkeypatch, SERVER_KEEPALIVE_S, CLIENT_KEEPALIVE_S) == 0
+
+
+@pytest.mark.parametrize("status", [400, 499])
+def test_an_abort_before_the_decoder_is_an_empty_partial_and_no_failure(status):
+    request = GenerateRequest(
+        rid="e1-0:3-1-2", input_ids=(1, 2), sampling=SamplingSettings(max_new_tokens=4), n=3
+    )
+    body = {"error": {"message": "Request e1-0:3-1-2 was aborted"}}
+    answers = aborted_early(status, body, request)
+    assert answers is not None
+    assert [(a.finish, a.token_ids, a.spans) for a in answers] == [("abort", (), ())] * 3
+    other = {"error": {"message": "Request e1-0:4-1-2 was aborted"}}
+    assert aborted_early(status, other, request) is None
+    assert aborted_early(200, body, request) is None

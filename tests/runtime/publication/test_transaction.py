@@ -20,7 +20,7 @@ from runtime.policy import PolicyId
 from runtime.publication.decision import read_decisions
 from runtime.publication.disk import DiskTransport
 from runtime.publication.limits import PublicationLimits
-from runtime.publication.protocol import HF_SHA256, Snapshot
+from runtime.publication.protocol import Snapshot
 from runtime.publication.transaction import Publisher
 from runtime.publication.verification import check_held
 from tests.runtime.publication.tiny_engines import (
@@ -477,7 +477,7 @@ held = st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["1", "2"]))
 @given(left=held.filter(bool), on_engine=held)
 def test_only_the_very_same_tensors_are_verified(left, on_engine):
     snapshot = Snapshot(
-        policy=P1, num_tensors=len(left), num_bytes=1, digests={HF_SHA256: left}, path=None
+        policy=P1, num_tensors=len(left), num_bytes=1, digests={"sha256": left}, path=None
     )
     if left == on_engine:
         check_held(snapshot, on_engine)

@@ -338,3 +338,42 @@ async def test_an_engine_that_keeps_or_cannot_take_its_memory_is_ended(refuses: 
     assert [slot for slot, _ in published.monitor.kills] == [0]
     assert published.publisher.targets == [1]
     assert published.monitor.pauses == 0
+
+
+async def test_rolling_sends_no_new_work_to_the_engine_whose_turn_it_is() -> None:
+    published = Published("rolling")
+    pool, chosen = published.pool, []
+
+    async def engine_by_engine(policy: PolicyId, targets: Sequence[Target], **options: Any) -> Any:
+        for target in targets:
+            route = pool.choose() if pool.is_available else None
+            if route is not None:
+                pool.enter(route, 1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(options["rest"], target)
+                await anyio.wait_all_tasks_blocked()
+                if route is not None:
+                    chosen.append((target.slot, pool.choose().slot))
+                    pool.leave(route, 1)
+            options["decided"](policy, [target])
+        return published.publisher._decide(policy, targets)
+
+    published.publisher.publish = engine_by_engine  # type: ignore[method-assign]
+    await published.it.publish(FIRST)
+    chosen.clear()
+    await published.it.publish(SECOND)
+    # While one rests the other serves, first at the old policy, then at the new one.
+    assert chosen == [(0, 1), (1, 0)]
+    assert published.states() == [(SlotState.HEALTHY, SECOND)] * 2
+    assert published.gate.is_open
+
+
+async def test_the_last_engine_is_not_taken_from_under_its_callers() -> None:
+    published = Published("rolling")
+    await published.it.publish(FIRST)
+    assert published.pool.rest(0, "a")
+    assert not published.pool.rest(1, "b")
+    assert published.pool.choose().slot == 1
+    assert published.pool.rest(1, "an earlier one")
+    published.pool.end_rests()
+    assert published.pool.rest(1, "b")

@@ -249,10 +249,11 @@ def test_responses_of_an_older_policy_are_not_measured(
     assert values["tis/clip_share"] == 1.0  # exp(2) is beyond the bound of 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_groups_alone_have_no_policy_gradient(
-    model_folder: Path, make_batch: MakeBatch
+    model_folder: Path, make_batch: MakeBatch, dtype: str
 ) -> None:
-    one = trainer(model_folder)
+    one = trainer(model_folder, dtype=dtype)
     values = one.train_step(make_batch(1, groups=3, equal=(0, 1, 2))).values
     assert values["policy_gradient_expected"] == 0
     assert values["policy_grad_norm"] == 0
@@ -304,10 +305,11 @@ def poisoned(batch: TrainBatch) -> TrainBatch:
     return dataclasses.replace(batch, sequences=(broken, *batch.sequences[1:]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_skips_the_step(
-    model_folder: Path, make_batch: MakeBatch
+    model_folder: Path, make_batch: MakeBatch, dtype: str
 ) -> None:
-    one = trainer(model_folder, max_skipped_steps=1)
+    one = trainer(model_folder, max_skipped_steps=1, dtype=dtype)
     before = parameters(one)
     values = one.train_step(poisoned(make_batch(1))).values
     assert (values["skipped_steps"], values["skipped_steps_total"]) == (1, 1)
@@ -315,6 +317,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
     assert values["parameter_change_norm"] == 0
     assert "total_grad_norm" not in values
     assert all(math.isfinite(v) for v in values.values())
+    assert machinery(one).optimizer.num_steps == 0
     assert all(torch.equal(before[n], t) for n, t in parameters(one).items())
     assert one.train_step(make_batch(2)).values["skipped_steps"] == 0
     with pytest.raises(ContractViolation, match=r"2 step\(s\) skipped"):

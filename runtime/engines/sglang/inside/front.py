@@ -24,11 +24,15 @@ def add_front(http: Any, api_key: str | None) -> None:
     app = http.app
 
     async def milepost() -> dict[str, object]:
-        model = http._global_state.tokenizer_manager.model_config
+        manager = http._global_state.tokenizer_manager
+        model, on_gpu = manager.model_config, manager.server_args.device == "cuda"
         return {
             "contract": CONTRACT,
             "vocab_size": int(model.vocab_size),
             "context_length": int(model.context_len),
+            "hash": "mix64" if on_gpu else "sha256",
+            "shares": "cuda" if on_gpu else "none",
+            "flat_broadcast": True,
         }
 
     app.get("/milepost")(milepost)

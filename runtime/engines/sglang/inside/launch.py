@@ -36,8 +36,10 @@ def main() -> None:
     http: Any = import_module("sglang.srt.entrypoints.http_server")
     plugins: Any = import_module("sglang.srt.plugins")
     from runtime.engines.sglang.inside.front import add_front
+    from runtime.engines.sglang.inside.pauses import hook_pauses
 
     plugins.load_plugins()
+    hook_pauses(import_module("sglang.srt.managers.tokenizer_manager"))
     add_front(http, order["api_key"])
     args = [*order["args"], "--host", order["host"], "--port", str(port)]
     launcher.run_server(server_args.prepare_server_args(args))
