@@ -416,11 +416,9 @@ async def test_facts(engine_server: RunningEngine):
         assert "internal_states" in info
         assert "version" in info
         assert not any("key" in name and value for name, value in info.items())
-    assert (await engine_server.get("/milepost")).body == {
-        "contract": 1,
-        "vocab_size": VOCAB,
-        "context_length": CONTEXT,
-    }
+    ours = (await engine_server.get("/milepost")).body
+    assert (ours["contract"], ours["vocab_size"], ours["context_length"]) == (1, VOCAB, CONTEXT)
+    assert ours.get("hash", "sha256") == "sha256"
     for path in ("/model_info", "/get_model_info"):
         assert (await engine_server.get(path)).body["weight_version"] == "default"
     loads = (await engine_server.get("/v1/loads")).body["loads"]
