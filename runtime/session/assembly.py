@@ -283,7 +283,10 @@ async def _session(
             transport=_transport(context, trainer, nodes),
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
-            limits=publication_limits(spec.rollout.drain_deadline),
+            limits=publication_limits(
+                spec.rollout.drain_deadline,
+                None if context.plan.memory is None else context.plan.memory.weights_bytes,
+            ),
             pause=spec.core.refresh_pause,
             clock=context.clock,
         ),
