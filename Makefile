@@ -8,7 +8,8 @@ STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv venv-sglang run test test-sglang test-outage test-evaluations drill drill-short mutants check fmt
+.PHONY: venv venv-sglang run test test-sglang test-cluster test-outage test-evaluations \
+	drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
@@ -43,6 +44,9 @@ $(STAMP_SGLANG): constraints-sglang.txt
 	printf '%s\nimport sglang_cpu_shim\n' "$(CURDIR)/runtime/engines/sglang/cpu" > "$$($(VENV_SGLANG)/bin/python \
 		-c 'import sysconfig; print(sysconfig.get_path("purelib"))')/milepost_cpu.pth"
 	touch $(STAMP_SGLANG)
+
+test-cluster: $(STAMP)
+	$(BIN)/python -m pytest -m cluster tests/e2e/test_ray_cluster.py
 
 # The contract suite, deaths and the laptop task on the real SGLang server. Nothing in it skips.
 test-sglang: $(STAMP) $(STAMP_SGLANG)

@@ -74,6 +74,9 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
         "lr",
         "lr_schedule",
         "lr_decay_updates",
+        "lr_decay_share",
+        "lr_scale",
+        "undecayed",
         "min_lr",
         "warmup_updates",
         "weight_decay",
@@ -89,7 +92,15 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
 """What changes results. `core.max_updates` and `data.epochs` only say how long the run goes on."""
 
 LAYOUT: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("engine", "engine_python", "engine_args", "engines", "tensor", "colocated"),
+    "rollout": (
+        "engine",
+        "engine_python",
+        "engine_args",
+        "engines",
+        "tensor",
+        "colocated",
+        "sleep",
+    ),
     "core": (
         "backend",
         "tensor",

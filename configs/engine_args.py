@@ -18,7 +18,7 @@ _BY_FIELD: Mapping[str, str] = {
     "tp-size": "rollout.tensor",
     "max-running-requests": "rollout.max_running_requests",
     "watchdog-timeout": "rollout.engine_watchdog_timeout",
-    "enable-memory-saver": "rollout.sleeps",
+    "enable-memory-saver": "rollout.sleep",
     "random-seed": "seed",
     "device": "launch.gpus_per_replica",
 }
@@ -76,6 +76,11 @@ def flag_of(name: str) -> str:
     """The argument as SGLang's command line names it, in its main spelling, without dashes."""
     flag = name.lower().lstrip("-").replace("_", "-")
     return _SPELLINGS.get(flag, flag)
+
+
+def has_flag(args: Mapping[str, Scalar], flag: str) -> bool:
+    """One of the arguments is this one, in whatever spelling."""
+    return any(flag_of(name) == flag for name in args)
 
 
 def is_owned_flag(flag: str) -> bool:

@@ -43,7 +43,11 @@ class Rollout(Section):
     tensor: int = Field(default=1, ge=1)
     """GPUs of one engine replica (tensor parallel)."""
     colocated: bool = False
-    """Engines share the trainer's GPUs instead of having their own."""
+    """Engines share the trainer's GPUs instead of having their own. The engine's part of the
+    memory is then said by `engine_args.mem_fraction_static`."""
+    sleep: bool = False
+    """Colocated engines give their GPU memory back while the trainer makes an update; what they
+    were generating goes on with the new policy."""
     max_running_requests: int = Field(default=256, ge=1)
     """Serving slots of one engine: samples it decodes at the same time."""
     groups_per_collection: int = Field(default=32, ge=1)

@@ -13,6 +13,7 @@ from prefect.logging import get_run_logger
 from configs.load import load_frozen, load_run
 from configs.plan import make_plan
 from runtime.errors import StoreError
+from runtime.launch.attempts import Launch
 from runtime.launch.start import start_run
 from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control
@@ -32,10 +33,15 @@ def attach(run_file: Path, sets: list[str]) -> RunHandle:
         ConfigError: if the output root belongs to another training.
     """
     # The frozen run file of an attempt is JSON: whoever attaches beside a guard gives that one.
-    loaded = load_frozen(run_file) if run_file.suffix == ".json" else load_run(run_file, sets)
+    is_beside = run_file.suffix == ".json"
+    loaded = load_frozen(run_file) if is_beside else load_run(run_file, sets)
     root = RunRoot.of(loaded.spec.output.root)
     seen_from = max(0, committed_update(Chain(root).read()))
-    launch = start_run(loaded)
+    if is_beside:
+        # Beside a guard nothing is ever started: its launcher decides what follows.
+        launch = Launch(how="attached", attempt=int(run_file.absolute().parent.name))
+    else:
+        launch = start_run(loaded)
     message = launch.notice or f"attempt {launch.attempt} in {loaded.spec.output.root}"
     get_run_logger().info("%s: %s", launch.how, message)
     return RunHandle(

@@ -1,7 +1,7 @@
 """Image, submission, watching: the steps of bringing a run to a scheduler.
 
 What a registry or scheduler did not answer is asked again (``RetryBy.LAUNCH``): every call behind
-these tasks is idempotent. Anything else is final.
+these tasks is idempotent. Anything else is final. Results are never cached: they hold clients.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from pathlib import Path
 
 from prefect import Task, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_run_logger
 
 from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
-from runtime.errors import Interrupted, Preempted, RetryBy, RunError
+from runtime.errors import RetryBy, RunError
 from runtime.launch.attempts import Launch
+from runtime.launch.driving import ending
 from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import canonical_json
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
@@ -76,6 +78,7 @@ def load(run_file: Path, sets: list[str]) -> LoadedRun:
 
 @task(
     name="image",
+    cache_policy=NO_CACHE,
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=may_ask_again,
@@ -96,6 +99,7 @@ def settle_image(run: Run, build: str | None, checkout: Path | None = None) -> R
 
 @task(
     name="submit",
+    cache_policy=NO_CACHE,
     task_run_name="submit {run.loaded.spec.name}",
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
@@ -111,12 +115,13 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
 
 @task(
     name="watch",
+    cache_policy=NO_CACHE,
     task_run_name="watch attempt {attempt}",
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=may_ask_again,
 )
-def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
+def watch(run: Run, attempt: int) -> Watched:
     """The attempt is over, and it is decided what follows.
 
     One whose hardware was taken away ends this task as failed, as what it was: the flow goes on
@@ -135,7 +140,7 @@ def watch(run: Run, attempt: int, *, poll_s: float = POLL_S) -> Watched:
         if decision.what != "wait":
             _show_standing(run, attempt, standing)
             return Watched(attempt=attempt, standing=standing, decision=decision)
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
 
 
 @task(name="wait", task_run_name="wait {delay_s:g} s before another attempt")
@@ -146,14 +151,7 @@ def back_off(delay_s: float) -> None:
 
 def failed(watched: Watched) -> RunError:
     """The error a flow ends with when no attempt follows."""
-    standing = watched.standing
-    message = f"attempt {watched.attempt}: {standing.kind} ({standing.raw}) {standing.reason}; "
-    message += watched.decision.why
-    if standing.kind is AttemptClass.PREEMPTED:
-        return Preempted(message)
-    if standing.kind is AttemptClass.INTERRUPTED:
-        return Interrupted(message)
-    return RunError(message)
+    return ending(watched.attempt, watched.standing, watched.decision)
 
 
 def _show_document(run: Run, attempt: int) -> None:

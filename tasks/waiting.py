@@ -65,6 +65,8 @@ def until_done(
     """
     if (task_run.run_count or 1) > 1:
         _take_up(run, step)
+    # Also where every step stands already, as for a flow that catches up with a fast run.
+    _keep_in_touch(run)
     deadline_s = _deadline_s(run)
     held: str | None = None
     while True:
@@ -100,9 +102,12 @@ def _keep_in_touch(run: RunHandle) -> None:
 
 
 def _take_up(run: RunHandle, step: Step) -> None:
-    """Start the next epoch of a run that is still lost; another flow may have been faster."""
+    """Start the next epoch of a run that is still lost; another flow may have been faster.
+
+    With a scheduler only the launch flow submits again; this one looks once more.
+    """
     answer = ensure(run.root, step, timeout_s=0.0)
-    if isinstance(answer, Lost):
+    if isinstance(answer, Lost) and run.loaded.spec.launch.backend == "local":
         start_run(run.loaded, reason="the run was lost", lost_attempt=answer.attempt)
 
 

@@ -13,6 +13,8 @@ from configs.run import RunSpec
 from configs.shape import ModelShape
 
 NODE_GPUS = 8
+_ADDRESSED = ("ray", "kuberay")
+"""Backends whose cluster is an address or a context, not one with a profile."""
 
 
 def _replicas(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
@@ -44,7 +46,7 @@ def _cluster(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         yield refused(
             "launch.workspace", "launch.backend", because="a Beaker job names its workspace"
         )
-    if launch.cluster is not None and profile is None and launch.backend == "beaker":
+    if launch.cluster is not None and profile is None and launch.backend not in _ADDRESSED:
         near = nearest_name(launch.cluster, profile_names())
         hint = f"; did you mean {near}?" if near else ""
         yield warned(

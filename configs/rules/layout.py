@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.clusters import find_profile
-from configs.engine_args import owned_because
+from configs.engine_args import has_flag, owned_because
 from configs.rules.finding import Finding, refused
 from configs.rules.inputs import Rule
 from configs.run import RunSpec
@@ -157,6 +157,34 @@ def _engine_args(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             )
 
 
+def _sharing(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    rollout = spec.rollout
+    shares = rollout.colocated and spec.launch.gpus_per_replica > 0
+    if shares and rollout.engine == "sglang":
+        if not has_flag(rollout.engine_args, "mem-fraction-static"):
+            yield refused(
+                "rollout.colocated",
+                "rollout.engine_args",
+                because="an engine left to itself takes nearly all memory of the GPU it shares",
+                allowed="rollout.engine_args.mem_fraction_static, its part of the whole: 0.3 or so",
+            )
+        if rollout.tensor > 1:
+            yield refused(
+                "rollout.tensor",
+                "rollout.colocated",
+                because="an engine that shares its GPU has only one",
+                allowed="tensor = 1 and more engines, or GPUs of their own",
+            )
+    if rollout.sleep and not (shares and rollout.engine == "sglang"):
+        yield refused(
+            "rollout.sleep",
+            "rollout.colocated",
+            "rollout.engine",
+            because="only a SGLang engine that shares the trainer's GPU has memory to give back",
+            allowed="leave it out",
+        )
+
+
 def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     core, rollout = spec.core, spec.rollout
     transport, on_gpus = core.publication_transport, spec.launch.gpus_per_replica > 0
@@ -232,6 +260,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _tokens,
     _attention,
     _engine_args,
+    _sharing,
     _publication,
     _engines,
 )

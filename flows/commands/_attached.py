@@ -99,5 +99,7 @@ def quiet_prefect() -> None:
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "8")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    # A busy machine needs longer than Prefect's 20 s to bring its own server up.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "ERROR")

@@ -16,6 +16,7 @@ from flows.commands._attached import quiet_prefect
 from flows.commands.run import say_error, say_standing
 from runtime.errors import RunError
 from runtime.launch.attempts import Launch
+from runtime.launch.driving import see_through
 from runtime.launch.submitting import is_reachable
 from runtime.rundir import workflow
 from runtime.rundir.control import StopMode
@@ -89,7 +90,9 @@ class Submitted:
         if isinstance(self._error, RunError):
             raise self._error
         if self._error is not None:
+            # The flow is a display: whatever breaks it, the run is seen through.
             typer.echo(f"the launch flow: {type(self._error).__name__}: {self._error}", err=True)
+            see_through(self.loaded, build=self.build, say=lambda line: typer.echo(line, err=True))
 
     def _run_flow(self) -> None:
         quiet_prefect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,13 @@ def train(
     if problems:
         typer.echo("\n".join(problems), err=True)
         raise typer.Exit(1)
-    follow(loaded, detach=False, as_json=as_json, debug=debug)
+    follow(here(loaded), detach=False, as_json=as_json, debug=debug)
+
+
+def here(loaded: LoadedRun) -> LoadedRun:
+    """The same run on this machine, whatever scheduler its file names."""
+    launch = loaded.spec.launch.model_copy(update={"backend": "local"})
+    return replace(loaded, spec=loaded.spec.model_copy(update={"launch": launch}))
 
 
 def refusals(loaded: LoadedRun) -> list[str]:

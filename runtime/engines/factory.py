@@ -90,5 +90,6 @@ def _sglang_settings(
         watchdog_timeout_s=rollout.engine_watchdog_timeout,
         seed=spec.seed + slot,
         threads=threads,
+        sleeps=rollout.sleep,
         args=dict(rollout.engine_args),
     )

@@ -97,6 +97,7 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     max_running_requests: int
+    """Serving slots as they turned out; 0 where the engine does not say."""
     native_spans: bool
     """Per-token spans survive a swap in place: proved by a swap."""
     takes_salt: bool
@@ -232,6 +233,14 @@ class EngineClient(Protocol):
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of every weight it holds, by HF name (``runtime.publication.checksum``)."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Give the GPU memory back, under a pause by abort; the weights are gone."""
+        ...
+
+    async def resume_memory(self) -> None:
+        """Take it again; only a publication makes the engine serve."""
         ...
 
     async def close(self) -> None:

@@ -126,7 +126,8 @@ def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Genera
         prefill=spans[0].policy if spans else _policy(meta["weight_version"]),
         finish=cast(Literal["stop", "length", "abort"], finish["type"]),
         abort_message=finish.get("message"),
-        prompt_tokens=int(meta["prompt_tokens"]),
+        # Not told of a request that was aborted while it waited.
+        prompt_tokens=int(meta.get("prompt_tokens", 0)),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         routed=None if router is None or not tokens else _routed(meta, len(tokens), router),
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runtime.clock import Clock, SystemClock
@@ -24,12 +23,12 @@ from runtime.errors import ConfigError, GroupIncomplete, StoreError
 from runtime.rundir import atomic
 from runtime.rundir.layout import AttemptDir
 from runtime.rundir.liveness import Watch
+from runtime.waits import SlowWait, log_slow_wait
 
 BEAT_S = 2.0
 FRESH_BEATS = 5
 WARN_S = 30.0
 _POLL_S = 0.2
-_log: structlog.stdlib.BoundLogger = structlog.get_logger("rendezvous")
 
 
 class _Record(BaseModel):
@@ -138,8 +137,12 @@ class Rendezvous:
                 )
             if waited_s >= warn_at:
                 warn_at += WARN_S
-                _log.warning(
-                    "rendezvous.waiting", missing=missing, elapsed_s=round(waited_s), of=size
+                log_slow_wait(
+                    SlowWait(
+                        name=f"rank {_list(missing)} of {size}",
+                        waited_s=waited_s,
+                        deadline_s=deadline_s,
+                    )
                 )
             self.sleep(_POLL_S)
 

@@ -17,6 +17,7 @@ from runtime.launch.attempts import spec_digest
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.rundir import atomic, history, workflow
+from runtime.rundir.attempt import Claim
 from runtime.rundir.claims import read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
@@ -143,12 +144,17 @@ def _launch(root: RunRoot, attempt: int) -> Row:
     except (StoreError, ValueError) as error:
         return Row(name=name, is_filled=False, found=str(error), missing=(name,))
     found = (
-        f"attempt {attempt} by {claim.launcher}, pid {claim.pid} on {claim.host}, "
+        f"attempt {attempt} by {claim.launcher}, {_whose(claim)}"
         f"spec {claim.spec_digest[:12]}, training {claim.training_digest[:12]}"
     )
     if not is_same:
         found += "; the frozen run file is another one"
     return Row(name=name, is_filled=is_same, found=found, missing=() if is_same else (name,))
+
+
+def _whose(claim: Claim) -> str:
+    """The launching process; a scheduler's attempt is known by what it is of, not who sent it."""
+    return f"pid {claim.pid} on {claim.host}, " if claim.pid else ""
 
 
 def _state(root: RunRoot, records: Records, view: Workflow) -> Row:

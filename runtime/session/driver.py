@@ -24,6 +24,7 @@ from runtime.session import cluster, deadman
 from runtime.session.caching import SessionCaches
 from runtime.session.context import Context
 from runtime.session.ends import End
+from runtime.session.scratch import scratch_folder
 from runtime.session.signals import Signals
 from runtime.session.view import SessionView
 from runtime.telemetry import log
@@ -82,7 +83,7 @@ async def _run(context: Context) -> Outcome:
 
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
-    folder = cluster.scratch_folder(context.run_key, context.epoch)
+    folder = scratch_folder(context.run_key, context.epoch)
     if context.order.ray != "job":
         cluster.set_environment(folder)
     else:

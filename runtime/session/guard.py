@@ -41,6 +41,7 @@ from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
 from runtime.session.filling import fill_empty_root
 from runtime.session.outcome import KilledBy, judge
+from runtime.session.scratch import remove_scratch, run_key
 from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
 
@@ -130,6 +131,7 @@ class Guard:
             view = workflow.current(self._root, records, now=self._clock.time())
             self._write_view(view, before.epoch)
             atomic.sweep(self._root.path)
+            remove_scratch(run_key(self._root.path))
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
@@ -156,6 +158,8 @@ class Guard:
         self._reap(epoch.epoch)
         if returncode is None:
             return EXIT_NOT_OWNER
+        # A session that was killed leaves its Ray's folder; no one may come after it.
+        remove_scratch(run_key(self._root.path))
         return self._end(self._present(epoch), returncode, killed_by)
 
     def _present(self, taken: EpochRecord) -> int:

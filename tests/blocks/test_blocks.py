@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +21,7 @@ from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr, ValidationError
 
 import blocks
-from blocks import ObjectStore, RayCluster, Tracking
+from blocks import BeakerAccount, ImageRegistry, ObjectStore, RayCluster, Tracking
 
 SECRET = "not-for-anyones-eyes"
 ALL = [
@@ -30,8 +33,16 @@ ALL = [
         secret_access_key=SecretStr(SECRET),
         session_token=SecretStr(SECRET),
     ),
+    ImageRegistry(host="registry.example.org", username="u", password=SecretStr(SECRET)),
+    BeakerAccount(token=SecretStr(SECRET), workspace="ai2/test"),
 ]
-SLUGS = {"milepost-ray-cluster", "milepost-tracking", "milepost-object-store"}
+SLUGS = {
+    "milepost-beaker-account",
+    "milepost-image-registry",
+    "milepost-object-store",
+    "milepost-ray-cluster",
+    "milepost-tracking",
+}
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +174,17 @@ def test_tracking_without_a_key_is_offline_and_asks_nobody() -> None:
     assert ALL[1].environment()["WANDB_MODE"] == "online"
     assert ALL[1].environment()["WANDB_API_KEY"] == SECRET
     assert Tracking(mode="disabled", api_key=SecretStr("k")).settled_mode == "disabled"
+
+
+def test_a_registrys_login_is_a_docker_config_of_this_user_alone() -> None:
+    folder = ALL[3].docker_config()
+    path = folder / "config.json"
+    assert path.stat().st_mode & 0o077 == 0
+    (auth,) = json.loads(path.read_text())["auths"].values()
+    assert base64.b64decode(auth["auth"]).decode() == f"u:{SECRET}"
+    shutil.rmtree(folder)
+    with pytest.raises(ValidationError, match="together"):
+        ImageRegistry(host="h", username="u")
 
 
 def test_ray_says_its_auth_mode_either_way() -> None:

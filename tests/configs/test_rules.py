@@ -152,6 +152,18 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "an engine sees its own only",
     ),
     (
+        "a shared GPU without a split",
+        (*GPUS, 'rollout.engine = "sglang"', "rollout.colocated = true"),
+        "rollout.colocated",
+        "mem_fraction_static",
+    ),
+    (
+        "sleep beside nobody",
+        ('rollout.engine = "sglang"', "rollout.sleep = true"),
+        "rollout.sleep",
+        "memory to give back",
+    ),
+    (
         "a key of one's own",
         ("rollout.engine_args = { api_key = 'k' }",),
         "rollout.engine_args.api_key",
@@ -383,6 +395,7 @@ def test_presets_break_no_rule() -> None:
         "laptop-sglang",
         "laptop",
         "node",
+        "one-gpu",
         "three-node",
     ]
     for path in presets:

@@ -208,4 +208,4 @@ def assert_training_never_paused(lane: Lane) -> None:
     """The gate stayed open, and calls were under way, all the time evaluations ran."""
     rows = [json.loads(line) for line in lane.root.pipeline_occupancy.open()]
     assert rows
-    assert not any(row["generation_admission_paused"] for row in rows)
+    assert not any(row["values"]["generation_admission_paused"] for row in rows)

@@ -52,10 +52,23 @@ class Packer:
     ) -> abc.Generator[tuple[PackedRow, bool]]:
         """This rank's packed rows, and whether each one counts.
 
+        See ``packed``.
+        """
+        return self.packed(self.bins(sequences, chosen), sequences, chosen)
+
+    def bins(self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]) -> list[Bin]:
+        """This rank's bins."""
+        return self.plan(sequences, chosen)[self.ranks.rank]
+
+    def packed(
+        self, bins: list[Bin], sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]
+    ) -> abc.Generator[tuple[PackedRow, bool]]:
+        """Rows of ``bins``, one by one, and whether each one counts.
+
         A rank left without work gets a row that does not count: it takes part in the collectives
         inside the model, and its result is to be dropped.
         """
-        for a_bin in self.plan(sequences, chosen)[self.ranks.rank]:
+        for a_bin in bins:
             if a_bin:
                 yield self._pack(a_bin, sequences), True
             else:

@@ -139,25 +139,35 @@ class Update:
                 self._sums[name] += value
             if is_first:  # on a GPU the backward pass still runs meanwhile
                 self._check_agreement()
-            norm = self._m.optimizer.grad_norm()
+            optimizer = self._m.optimizer
+            # A batch without a policy gradient is looked at before anything is changed.
+            unseen = optimizer.steps_unseen and self._expects_policy_gradient(chosen)
+            norm = None if unseen else optimizer.grad_norm()
         with self._timed("staging_wait"):
             self._m.settle()
-        with self._timed("optimizer"):
-            if not self._loss.has_other_terms:
-                policy_norm = norm
-            if not self._expects_policy_gradient(chosen) and math.isfinite(policy_norm or 0.0):
-                contracts.require_no_policy_gradient(policy_norm, update=update)
-            if self._m.optimizer.step(update, norm):
-                self._norms["total_grad_norm"].append(norm)
-                if policy_norm is not None:
-                    self._norms["policy_grad_norm"].append(policy_norm)
-                return
-            self.skipped_total += 1
-            contracts.require_finite_steps(
-                self.skipped_total,
-                limit=self._m.settings.max_skipped_steps,
-                update=update,
-            )
+        with self._timed("forward_backward" if norm is None else "optimizer"):
+            if norm is None:
+                norm = optimizer.step_unseen(update)
+                is_taken = math.isfinite(norm)
+            else:
+                if not self._expects_policy_gradient(chosen):
+                    measured = policy_norm if self._loss.has_other_terms else norm
+                    if math.isfinite(measured or 0.0):
+                        contracts.require_no_policy_gradient(measured, update=update)
+                is_taken = optimizer.step(update, norm)
+        if not self._loss.has_other_terms:
+            policy_norm = norm
+        if is_taken:
+            self._norms["total_grad_norm"].append(norm)
+            if policy_norm is not None:
+                self._norms["policy_grad_norm"].append(policy_norm)
+            return
+        self.skipped_total += 1
+        contracts.require_finite_steps(
+            self.skipped_total,
+            limit=self._m.settings.max_skipped_steps,
+            update=update,
+        )
 
     def _policy_norm_alone(self, chosen: list[int], update: int) -> float | None:
         """A backward pass of its own with the other terms at 0; None where it is not due."""
@@ -191,9 +201,11 @@ class Update:
             self._flat.active_per_sequence()[chosen],
             max_response_tokens=self._loss.max_response_tokens,
         )
+        bins = self._m.packer.bins(self._batch.sequences, chosen)
+        self._m.weights.expect(num_rows=len(bins))
         rows = [
             self._run_row(row, weight_S * counts, counts, policy_only)
-            for row, counts in self._m.packer.rows(self._batch.sequences, chosen)
+            for row, counts in self._m.packer.packed(bins, self._batch.sequences, chosen)
         ]
         # Only now: until here the host ran ahead, packing one row while the one before it ran.
         total = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -303,7 +315,8 @@ class Update:
             entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)
             values["entropy"] = entropy_R[torch.from_numpy(flat.active_R)].double().mean().item()
         self._report_mismatch()  # beside the optimizer's kernel, which the next line waits for
-        values["parameter_change_norm"] = self._change_norm(before)
+        with self._timed("optimizer"):
+            values["parameter_change_norm"] = self._change_norm(before)
         values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
 
     def _change_norm(self, before: list[Tensor] | None) -> float:

@@ -74,10 +74,15 @@ class Weights:
             return [nn.Parameter(_local(p.detach())) for p in self.params]
         return self.params if self.long is None else self.long.masters
 
+    def expect(self, *, num_rows: int) -> None:
+        """Say how many backward passes add up next."""
+        if self.long is not None:
+            self.long.expect(num_rows=num_rows)
+
     def collect_gradients(self) -> list[Tensor]:
         """This rank's part of each gradient that exists, as the masters' ``grad``."""
         if self.long is not None:
-            self.long.settle()
+            return self.long.gradients()
         if self.ranks.size > 1:
             for param, master in zip(self.params, self.masters, strict=True):
                 master.grad = None if param.grad is None else _local(param.grad)

@@ -41,6 +41,8 @@ class FakeBeaker:
     num_posts: int = 0
     lose_answers: int = 0
     """So many posts are taken and answered by a closed connection."""
+    fail_posts: int = 0
+    """So many posts are answered by 500 and not taken."""
     hang_s: float = 0.0
     """Before every gRPC answer."""
     agent: str = ""
@@ -110,6 +112,10 @@ def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
                 self._answer(401, {"message": "bad token"})
                 return
             state.num_posts += 1
+            if state.fail_posts:
+                state.fail_posts -= 1
+                self._answer(500, {"message": "try again"})
+                return
             (name,) = parse_qs(urlsplit(self.path).query)["name"]
             if name in state.experiments:
                 self._answer(409, {"message": "already in use"})

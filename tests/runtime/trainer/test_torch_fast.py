@@ -1,5 +1,6 @@
 """What makes a step fast must not change it: each fast form against its plain one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_long_step_is_torchs_step() -> None:
     told = OptimizerSettings(lr=1e-2, weight_decay=0.1, beta2=0.99)
     adam = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     long = LongWeights(ours, torch.bfloat16)
-    step = LongAdamW(long, told)
+    step = LongAdamW(long, told, names=["a", "b", "c"])
     for _ in range(4):
         before = [p.detach().clone() for p in theirs]
         for a, b in zip(theirs, ours, strict=True):
@@ -73,7 +74,10 @@ def test_a_long_step_is_torchs_step() -> None:
             for _ in range(2):  # two rows: gradients add up in fp32
                 (b * gradient).sum().backward()
         adam.step()
-        step.step(1e-2, 0.3)
+        whole = long.gradient()
+        assert whole is not None
+        length = whole.norm().reshape(1)
+        step.step(1e-2, length, 0.3 * (length.item() + 1e-6))  # clipped to 0.3 of it
         long.drop_gradient()
         for master in long.masters:
             master.grad = None
@@ -197,6 +201,29 @@ def test_kernels_agree_with_plain_forms() -> None:
 
     for got, want in zip(run("cuda"), run("cpu"), strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize("length", [0.5, 3.0, float("inf"), float("nan")])
+def test_the_adamw_kernel_is_its_plain_form(length: float) -> None:
+    from runtime.trainer.torch import kernels
+    from runtime.trainer.torch.adamw import adamw_
+
+    torch.manual_seed(3)
+    cpu = [torch.randn(5003) for _ in range(5)]
+    cpu[3].abs_()
+
+    def run(device: str, step: Callable[..., Tensor]) -> list[Tensor]:
+        state = [x.clone().to(device) for x in cpu]
+        state[0] = state[0].bfloat16()
+        change = step(
+            *state, torch.tensor([length], device=device), max_norm=1.0, decay=0.99, step_size=0.1,
+            root_correction=1.2, betas=(0.9, 0.99), eps=1e-8,
+        )  # fmt: skip
+        return [x.float().cpu() for x in (*state, change.sum())]
+
+    for got, want in zip(run("cuda", kernels.adamw_), run("cpu", adamw_), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @needs_gpu

@@ -1,0 +1,88 @@
+"""The launch flow's story without Prefect: for terminals whose Prefect does not come up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from configs.load import LoadedRun
+from runtime.errors import Interrupted, Preempted, RunError, ServiceUnavailable
+from runtime.launch.image.settling import settle
+from runtime.launch.sending import sender_of
+from runtime.launch.standing import AttemptClass, AttemptStanding
+from runtime.launch.submitting import submit_run
+from runtime.launch.watching import Decision, Watcher
+
+_POLL_S = 5.0
+_MOST_SILENCES = 60
+"""Polls in a row that a scheduler may leave without an answer."""
+
+
+def see_through(
+    loaded: LoadedRun,
+    *,
+    build: str | None = None,
+    say: Callable[[str], object] = lambda _: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Submit a run and watch it, attempt after attempt, to its end. Idempotent, like its steps.
+
+    Args:
+        loaded: the run file.
+        build: see ``settle``.
+        say: told what changes, a line each.
+        sleep: waits between looks.
+
+    Raises:
+        RunError: how the last attempt ended, if no other follows; or why nothing was submitted.
+    """
+    sender = settle(loaded.spec, sender_of(loaded.spec), build=build).sender
+    watcher = Watcher(loaded, sender)
+    launch = submit_run(loaded, sender)
+    while launch.how != "complete":
+        say(f"{launch.how}: attempt {launch.attempt}")
+        standing, decision = _over(watcher, launch.attempt, say, sleep)
+        if decision.what == "over":
+            if standing.kind is not AttemptClass.SUCCEEDED:
+                raise ending(launch.attempt, standing, decision)
+            return
+        sleep(decision.delay_s)
+        launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=launch.attempt)
+
+
+def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunError:
+    """The error that stands for an attempt after which no other follows."""
+    message = f"attempt {attempt}: {standing.kind} ({standing.raw}) {standing.reason}; "
+    message += decision.why
+    if standing.kind is AttemptClass.PREEMPTED:
+        return Preempted(message)
+    if standing.kind is AttemptClass.INTERRUPTED:
+        return Interrupted(message)
+    return RunError(message)
+
+
+def _over(
+    watcher: Watcher,
+    attempt: int,
+    say: Callable[[str], object],
+    sleep: Callable[[float], None],
+) -> tuple[AttemptStanding, Decision]:
+    last, silences = "", 0
+    while True:
+        try:
+            standing = watcher.look(attempt)
+        except ServiceUnavailable as error:
+            silences += 1
+            say(error.message)
+            if silences >= _MOST_SILENCES:
+                raise
+        else:
+            silences = 0
+            told = f"attempt {attempt}: {standing.kind} ({standing.raw}) {standing.reason}"
+            if told != last:
+                last = told
+                say(told)
+            decision = watcher.decide(attempt, standing)
+            if decision.what != "wait":
+                return standing, decision
+        sleep(_POLL_S)
