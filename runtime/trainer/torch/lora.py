@@ -75,6 +75,7 @@ def adapt(model: nn.Module, settings: LoraSettings, *, seed: int) -> int:
         )
         # A class of its own in place of a wrapper: names of weights stay those of the model.
         module.__class__ = LoraLinear
+        assert isinstance(module, LoraLinear)
         module.lora_A = nn.Parameter(down)
         module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank))
         module.register_buffer("lora_scale", torch.tensor(settings.scale), persistent=False)
