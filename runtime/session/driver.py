@@ -91,7 +91,8 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
     caches = SessionCaches.of(context, recorder, folder.with_name(f"{folder.name}.caches"))
     if caches is not None:
         os.environ.update(caches.environment)
-    from runtime.session.assembly import Ground, session_of
+    from runtime.session.assembly import session_of
+    from runtime.session.ground import Ground
 
     signals = Signals.of(
         context.root,
