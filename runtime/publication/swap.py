@@ -109,6 +109,8 @@ class Swap:
             swap.snapshot = snapshot
             alone.info, alone.plan = participant.info, participant.plan
             try:
+                if faults.plan is not None:
+                    await faults.plan.pause("publication.turn")
                 await turn(participant.target, swap)
                 has_verified = True
             except Exception as exc:
@@ -143,6 +145,8 @@ class Swap:
             self._log.stage("drain"),
             Wait(f"an engine to rest before {self.policy}", self._limits.drain_s),
         ):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.rest")
             yield
 
     async def pause(self) -> None:
