@@ -20,7 +20,7 @@ import psutil
 
 from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
 from runtime.drill.checks import Measure, Verdict, examine, redone, shared_folders
-from runtime.drill.job import LEASE_S, Job, Variant, make_ground, make_job
+from runtime.drill.job import LEASE_S, VARIANTS, Job, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
 from runtime.drill.processes import listening, processes_of, role_of
 from runtime.errors import WaitTimeout
@@ -132,7 +132,7 @@ class Campaign:
         self._until = time.monotonic() + within_s
         while cards and time.monotonic() < self._until:
             number += 1
-            variant: Variant = "deterministic" if number % 2 else "ahead"
+            variant = VARIANTS[(number - 1) % len(VARIANTS)]
             try:
                 verdict = self._one_run(number, variant, cards)
             except WaitTimeout as error:

@@ -9,9 +9,13 @@ from typing import Literal
 from configs.load import LoadedRun, load_run
 from runtime.rundir.layout import RunRoot
 
-Variant = Literal["deterministic", "ahead"]
+Variant = Literal["deterministic", "ahead", "rolling"]
 """``deterministic``: every update follows from the run file alone, so an undisturbed run is the
-measure; ``ahead``: two engines, responses over several policies, exact in its accounting."""
+measure; ``ahead``: two engines, responses over several policies, exact in its accounting;
+``rolling``: the same with engine-by-engine publication."""
+
+VARIANTS: tuple[Variant, ...] = ("deterministic", "ahead", "deterministic", "rolling")
+"""By turns, from the first run on."""
 
 LEASE_S = 15.0
 """Of a drilled run: short, so that a freeze outlasts it in seconds."""
@@ -54,6 +58,7 @@ activation_checkpointing = false
 max_tokens_per_gpu = 4096
 max_updates = {updates}
 tis = false
+publication_mode = "{mode}"
 publication_transport = "disk"
 
 [checkpoint]
@@ -90,6 +95,7 @@ _VARIANTS: dict[Variant, str] = {
     # One engine, in step with the trainer, one request at a time: nothing depends on timing.
     "deterministic": "\n[async]\nmax_staleness = 0\n",
     "ahead": "\n[async]\nmax_staleness = 1\n",
+    "rolling": "\n[async]\nmax_staleness = 1\n",
 }
 
 
@@ -125,7 +131,8 @@ def make_job(folder: Path, made: Path, variant: Variant, *, updates: int) -> Job
     (folder / "letters.py").write_text(_VERIFIER)
     engines = 1 if variant == "deterministic" else 2
     slots = 1 if variant == "deterministic" else 16
-    text = _RUN_FILE.format(made=made, updates=updates).replace(
+    mode = "rolling" if variant == "rolling" else "refresh"
+    text = _RUN_FILE.format(made=made, updates=updates, mode=mode).replace(
         "[rollout]\n", f"[rollout]\nengines = {engines}\nmax_running_requests = {slots}\n"
     )
     file = folder / "run.toml"

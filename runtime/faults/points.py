@@ -104,6 +104,8 @@ POINTS: tuple[Point, ...] = (
     # Publication
     Point("publication.prepare", _SWAP + "prepare", "engines serve, no snapshot is there"),
     Point("publication.drain", _SWAP + "drain", "running requests are about to end"),
+    Point("publication.turn", _SWAP + "one_by_one", "rolling: some engines are at it already"),
+    Point("publication.rest", _SWAP + "draining", "rolling: one engine gets no new work"),
     Point("publication.pause", _SWAP + "pause", "engines still decode"),
     Point("publication.transfer", _SWAP + "transfer", "paused, the old weights are in place"),
     Point("publication.verify", _SWAP + "verify", "new weights are in place, unverified"),

@@ -111,6 +111,8 @@ class Swap:
             swap.snapshot = snapshot
             alone.info, alone.plan = participant.info, participant.plan
             try:
+                if faults.plan is not None:
+                    await faults.plan.pause("publication.turn")
                 await turn(participant.target, swap)
                 has_verified = True
             except Exception as exc:
@@ -145,6 +147,8 @@ class Swap:
             self._log.stage("drain"),
             Wait(f"an engine to rest before {self.policy}", self._limits.drain_s),
         ):
+            if faults.plan is not None:
+                await faults.plan.pause("publication.rest")
             yield
 
     async def pause(self) -> None:

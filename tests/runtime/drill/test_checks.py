@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from configs.availability import unavailable
 from runtime.drill import checks
 from runtime.drill.campaign import recovered_at
 from runtime.drill.catalogue import Blow
 from runtime.drill.checks import Measure, redone
-from runtime.drill.job import make_job
+from runtime.drill.job import VARIANTS, Variant, make_job
 from runtime.drill.observing import Observer, Seen
 from runtime.policy import PolicyId
 from runtime.rundir.records import CommitRecord, EpochRecord, FileEntry, Record
@@ -106,3 +107,15 @@ def test_a_run_has_recovered_once_the_next_epoch_commits(tmp_path: Path) -> None
     assert recovered_at(observer, ends, 10.0) is None
     observer.seen += [Seen(time=15.0, what="progress: commit")]
     assert recovered_at(observer, ends, 10.0) == 15.0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_a_run_that_can_start(tmp_path: Path, variant: Variant) -> None:
+    (tmp_path / "made" / "model").mkdir(parents=True)
+    job = make_job(tmp_path / "job", tmp_path / "made", variant, updates=6)
+    spec = job.load().spec
+    assert unavailable(spec) == []
+    assert spec.core.max_updates == 6
+    if variant == "deterministic":
+        assert (spec.rollout.engines, spec.rollout.max_running_requests) == (1, 1)
+        assert (spec.async_.max_staleness, spec.rollout.seed) == (0, 17)
