@@ -15,7 +15,6 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,12 +74,12 @@ def adapt(model: nn.Module, settings: LoraSettings, *, seed: int) -> int:
             -bound, bound, generator=made
         )
         # A class of its own in place of a wrapper: names of weights stay those of the model.
-        layer: Any = module
-        layer.__class__ = LoraLinear
-        layer.lora_A = nn.Parameter(down)
-        layer.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank))
-        layer.register_buffer("lora_scale", torch.tensor(settings.scale), persistent=False)
-        layer.lora_dropout = settings.dropout
+        module.__class__ = LoraLinear
+        assert isinstance(module, LoraLinear)
+        module.lora_A = nn.Parameter(down)
+        module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank))
+        module.register_buffer("lora_scale", torch.tensor(settings.scale), persistent=False)
+        module.lora_dropout = settings.dropout
     if missing:
         raise ConfigError(
             f"lora.targets: the model has no linear layer named {', '.join(sorted(missing))}",
