@@ -151,7 +151,8 @@ def compile_layers(scorer: PackedScorer) -> None:
     }
     for layer in scorer.layers:
         if isinstance(layer, FSDPModule):
-            layer.forward = torch.compile(layer.forward, options=options)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            sharded: Any = layer
+            sharded.forward = torch.compile(sharded.forward, options=options)
         else:
             layer.compile(options=options)
     norm = getattr(scorer.causal_lm.base_model, "norm", None)
