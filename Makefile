@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VENV_SGLANG ?= .venv-sglang
+STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv run test test-cluster test-outage test-evaluations check fmt
+.PHONY: venv venv-sglang run test test-sglang test-cluster test-outage test-evaluations \
+	drill drill-short mutants check fmt
 
 venv: $(STAMP)
 
@@ -22,8 +25,33 @@ run: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
+drill: $(STAMP)
+	$(BIN)/milepost drill --kills 100
+
+drill-short: $(STAMP)
+	$(BIN)/milepost drill --kills 4 --updates 12
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.faults.mutants
+
+# The SGLang server has an environment of its own: it pins what the run's does not.
+venv-sglang: $(STAMP_SGLANG)
+
+$(STAMP_SGLANG): constraints-sglang.txt
+	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
+	$(VENV_SGLANG)/bin/python -m pip install --quiet -c constraints-sglang.txt torch
+	$(VENV_SGLANG)/bin/python -m pip install --quiet --no-deps -r constraints-sglang.txt
+	printf '%s\nimport sglang_cpu_shim\n' "$(CURDIR)/runtime/engines/sglang/cpu" > "$$($(VENV_SGLANG)/bin/python \
+		-c 'import sysconfig; print(sysconfig.get_path("purelib"))')/milepost_cpu.pth"
+	touch $(STAMP_SGLANG)
+
 test-cluster: $(STAMP)
 	$(BIN)/python -m pytest -m cluster tests/e2e/test_ray_cluster.py
+
+# The contract suite, deaths and the laptop task on the real SGLang server. Nothing in it skips.
+test-sglang: $(STAMP) $(STAMP_SGLANG)
+	MILEPOST_REQUIRE_SGLANG=1 MILEPOST_SGLANG_PYTHON=$(VENV_SGLANG)/bin/python \
+		$(BIN)/python -m pytest -m sglang
 
 test-outage: $(STAMP)
 	$(BIN)/python -m pytest -m outage

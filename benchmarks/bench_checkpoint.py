@@ -1,8 +1,10 @@
 """P6: what a checkpoint costs the trainer, and how fast a commit is written.
 
 A state of ``--megabytes`` in host memory is staged and committed the way a run does it (the
-trainer's own staging and files, then hashing, syncs, ledger segment and chain record). Against it,
-in the same rounds: a plain copy of the state (the stall's floor), the same files written and synced
+trainer's own staging and files, hashed and synced as they grow, then ledger segment and chain
+record). Its copy runs beside the passes of the next update, and the stall is the call plus what the
+optimizer's step still waits for: after ``--passes-s`` of other work, and at once. Against it, in
+the same rounds: a plain copy of the state (the stall's floor), the same files written and synced
 while the trainer waits (what a synchronous save stalls), and raw bytes written and synced (the
 commit's anchor).
 
@@ -43,7 +45,8 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import CommitRecord, EpochRecord
 from runtime.trainer.protocol import StagedState
-from runtime.trainer.torch.state import RankRecord, Staging
+from runtime.trainer.torch.record import RankRecord
+from runtime.trainer.torch.staging import Staging
 
 
 class State:
@@ -64,7 +67,11 @@ class State:
         )  # fmt: skip
         return self._staging.stage(self.tensors, record)
 
-    def write_now(self, token: str, folder: Path) -> list[str]:
+    def settle(self) -> None:
+        """What the next optimizer step does first."""
+        self._staging.settle()
+
+    def write_now(self, token: str, folder: Path) -> dict[str, str]:
         """Write a copy, synced."""
         return self._staging.write(token, folder)
 
@@ -76,7 +83,7 @@ class State:
         """For the commit."""
         return [await anyio.to_thread.run_sync(self.stage_now)]
 
-    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> Sequence[str]:
+    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> dict[str, str]:
         """For the commit."""
         return await anyio.to_thread.run_sync(self.write_now, staged[0].token, Path(folder))
 
@@ -114,6 +121,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     )  # fmt: skip
     state, ledger = State(arguments.megabytes), Ledger(PromptOrder(1000))
     targets = {name: torch.empty_like(tensor) for name, tensor in state.tensors.items()}
+    factor = torch.randn(256, 256)
     rows: list[dict[str, float]] = []
 
     async def committed(record: CommitRecord, segment: LedgerSegment) -> None:
@@ -138,20 +146,30 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
             cpu, start = time.process_time(), time.perf_counter()
             boundary = await committer.boundary(PolicyId(1, state.update), ledger.snapshot)
             row["boundary_s"] = time.perf_counter() - start
-            row["stall_s"] = boundary.stall_s
+            # Even rounds: an optimizer step that comes at once. Odd ones: after other work.
+            passes = time.perf_counter() + at % 2 * arguments.passes_s
+            while time.perf_counter() < passes:
+                torch.mm(factor, factor)
+            kind = "stall_s" if at % 2 else "stall_at_once_s"
+            row[kind] = boundary.stall_s + timed(state.settle)
             await committer.settle()
             row["commit_s"] = time.perf_counter() - start
             row["commit_cpu_s"] = time.process_time() - cpu
             retain(root, 1, keep=1)
             if at > 0:  # the first round touches the pages
                 rows.append(row)
-    columns = {key: sorted(row[key] for row in rows) for key in rows[0]}
+    keys = {key: None for row in rows for key in row}
+    columns = {key: sorted(row[key] for row in rows if key in row) for key in keys}
     median = {key: statistics.median(values) for key, values in columns.items()}
     return {
         "num_bytes": state.num_bytes,
         "median": {key: round(value, 5) for key, value in median.items()},
         "spread": {key: [round(v[0], 5), round(v[-1], 5)] for key, v in columns.items()},
         "stall_over_copy": round(median["stall_s"] / median["copy_s"], 3),
+        "stall_at_once_over_copy": round(median["stall_at_once_s"] / median["copy_s"], 3),
+        "stall_at_once_over_synchronous": round(
+            median["stall_at_once_s"] / median["synchronous_s"], 4
+        ),
         "boundary_over_copy": round(median["boundary_s"] / median["copy_s"], 3),
         "stall_over_synchronous": round(median["stall_s"] / median["synchronous_s"], 4),
         "commit_over_write_fsync": round(median["write_fsync_s"] / median["commit_s"], 3),
@@ -165,7 +183,10 @@ def main() -> None:
     """Run it and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
+    parser.add_argument(
+        "--passes-s", type=float, default=0.5, help="forward and backward before the next step"
+    )
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary folder")
     parser.add_argument("--any-load", action="store_true", help="start above a load of 0.5 too")
     parser.add_argument("--out", type=Path)

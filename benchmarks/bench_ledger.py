@@ -1,4 +1,4 @@
-"""P12, the ledger's part: cost of a group and memory, from 10^3 to 10^6 prompts.
+"""P12, the run's part: cost of a group and of a journal row, memory, from 10^3 to 10^6 prompts.
 
     python benchmarks/bench_ledger.py            one JSON object on stdout
 
@@ -6,7 +6,8 @@ Each size is a process of its own, so that one's memory is not counted for the n
 a run does with it: admit, finish, consume with 31 others, commit every 50 updates; measured without
 and with reading its prompt from the frozen copy, which is shuffled, so that nearly every read of a
 large one misses the cache. The same number of groups is measured at each size, in rounds that take
-turns over the sizes (A B C A B C), in CPU microseconds; the median of the rounds counts.
+turns over the sizes (A B C A B C), in CPU microseconds; the median of the rounds counts. A journal
+row is appended to a journal that has as many rows as there are prompts.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ import numpy as np
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.prompts import FieldNames, PromptStore, freeze, open_frozen
+from runtime.rundir.journal import Journal
+from runtime.rundir.layout import RunRoot
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 GROUPS_PER_ROUND = 3_200
 GROUPS_PER_COLLECTION = 32
 UPDATES_PER_COMMIT = 50
+ROWS_PER_ROUND = 2_000
 IN_FLIGHT = 160
 
 
@@ -111,10 +115,25 @@ class Run:
                 self.ledger.committed(segment)
 
 
+def make_journal(folder: Path, num_rows: int) -> Journal:
+    """A journal with so many rows."""
+    attempt = RunRoot.of(folder / f"run-{num_rows}").attempt(1)
+    attempt.path.mkdir(parents=True)
+    journal = Journal(attempt, epoch=1, role="session")
+    journal.append("group.requeued", prompt="p0.17", reason="transport")
+    path = attempt.root.journal
+    thousand = path.read_bytes() * 1000
+    with path.open("wb") as file:
+        for _ in range(num_rows // 1000):
+            file.write(thousand)
+    return journal
+
+
 def serve(num_prompts: int, folder: str) -> None:
     """One size, in a process of its own: a round for each line on stdin."""
     before = rss_mib()
     path = make_data(Path(folder), num_prompts)
+    journal = make_journal(Path(folder), num_prompts)
     after_freeze = rss_mib()
     with open_frozen(path) as store:
         run, whole = Run(None, num_prompts), Run(store, num_prompts)
@@ -127,6 +146,10 @@ def serve(num_prompts: int, folder: str) -> None:
                 start = time.process_time()
                 one.groups(GROUPS_PER_ROUND)
                 both.append((time.process_time() - start) / GROUPS_PER_ROUND * 1e6)
+            start = time.process_time()
+            for number in range(ROWS_PER_ROUND):
+                journal.append("group.requeued", prompt=f"p0.{number}", reason="transport")
+            both.append((time.process_time() - start) / ROWS_PER_ROUND * 1e6)
             print(json.dumps(both), flush=True)
             del line
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -173,18 +196,18 @@ def main() -> None:
         report = {"machine": platform.processor(), "python": platform.python_version()}
         for size, side in sides.items():
             side.stdin.close()
-            ledger, whole = zip(*figures[size], strict=True)
+            ledger, whole, rows = zip(*figures[size], strict=True)
             report[str(size)] = {
                 "ledger_cpu_us_per_group": round(statistics.median(ledger), 2),
                 "ledger_spread": [round(min(ledger), 2), round(max(ledger), 2)],
                 "with_prompt_cpu_us_per_group": round(statistics.median(whole), 1),
+                "journal_cpu_us_per_row": round(statistics.median(rows), 2),
                 **json.loads(side.stdout.readline()),
             }
             side.wait(30)
-        smallest, largest = (
-            report[str(s)]["ledger_cpu_us_per_group"] for s in (SIZES[0], SIZES[-1])
-        )
-        report["ratio_largest_to_smallest"] = round(largest / smallest, 3)
+        for key in ("ledger_cpu_us_per_group", "journal_cpu_us_per_row"):
+            costs = [report[str(size)][key] for size in SIZES]
+            report[f"{key}_dearest_over_cheapest"] = round(max(costs) / min(costs), 3)
         print(json.dumps(report, indent=1))
 
 

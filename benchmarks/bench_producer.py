@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,27 @@ class Reading:
         return 1e6 * self.cpu_s / self.requests
 
 
-async def closed_loop(url: str, shape: Shape, seconds: float) -> Reading:
-    """The client straight at the engine: as many requests at once, nothing else."""
-    n = 1 if shape.per_sample else shape.n
-    sampling = SamplingSettings(max_new_tokens=shape.tokens)
-    done = 0
+@asynccontextmanager
+async def _client(url: str, given: HttpEngineClient | None) -> AsyncGenerator[HttpEngineClient]:
+    """The one that is given, which stays open, or one of our own."""
+    if given is not None:
+        yield given
+        return
     async with HttpEngineClient(url) as client:
+        yield client
+
+
+async def closed_loop(
+    url: str, shape: Shape, seconds: float, *, client: HttpEngineClient | None = None
+) -> Reading:
+    """The client straight at the engine: as many requests at once, nothing else.
+
+    ``client``: of an engine that is not scripted; its responses run to their cap.
+    """
+    n = 1 if shape.per_sample else shape.n
+    sampling = SamplingSettings(max_new_tokens=shape.tokens, ignore_eos=client is not None)
+    done = 0
+    async with _client(url, client) as client:
 
         async def ask(worker: int) -> None:
             nonlocal done
@@ -194,23 +210,29 @@ def prompt(prompt_id: PromptId) -> Prompt:
     return Prompt(id=prompt_id, token_ids=PROMPT_IDS, text="", answer=None, verifier="none")
 
 
-async def through_producer(url: str, shape: Shape, seconds: float) -> Reading:
+async def through_producer(
+    url: str, shape: Shape, seconds: float, *, client: HttpEngineClient | None = None
+) -> Reading:
     """Ledger, admission, routing, gate, spans, validation, rewards, buffer, collections."""
-    async with HttpEngineClient(url) as client:
+    is_scripted = client is None
+    async with _client(url, client) as client:
         clock = SystemClock()
         pool = EnginePool(1, clock=clock)
-        pool.joined(EngineAddress(slot=0, incarnation="a", url=url, pid=1), INFO, client)
+        info = INFO if is_scripted else await client.info()
+        pool.joined(EngineAddress(slot=0, incarnation="a", url=url, pid=1), info, client)
         ledger = Ledger(PromptOrder(1_000_000, shuffle=False))
         groups = max(1, shape.concurrency // shape.n // 2)
         settings = ProducerSettings(
             epoch=1,
-            vocab_size=INFO.vocab_size,
+            vocab_size=info.vocab_size,
             groups_per_collection=groups,
             samples_per_prompt=shape.n,
             max_concurrent_samples=shape.concurrency,
             max_staleness=8,
             sampling=SamplingSettings(
-                max_new_tokens=shape.tokens, seed=1 if shape.per_sample else None
+                max_new_tokens=shape.tokens,
+                seed=1 if shape.per_sample else None,
+                ignore_eos=not is_scripted,
             ),
         )
         parts = ProducerParts(

@@ -34,14 +34,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
-from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.policy import PolicyId
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.decision import Decision
 from runtime.publication.disk import DiskTransport
 from runtime.publication.groups import GroupPlan
 from runtime.publication.ipc import IpcTransport
-from runtime.publication.protocol import ONLY_HF, Target
+from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.sender import BroadcastSender, Description
 from runtime.publication.sharing import SharedWeights, WeightSharing
@@ -80,20 +80,20 @@ class Weights:
             tensor.view(-1)[:1].add_(1.0)
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """For the disk transport."""
         return await anyio.to_thread.run_sync(write_snapshot, self, folder, kinds)
 
     async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights:
         """For the ipc transport."""
         shared = await anyio.to_thread.run_sync(self.sharing.share, place, folder, kinds)
         assert shared is not None
         return shared
 
-    async def describe(self, kinds: frozenset[WeightDigest] = ONLY_HF) -> Description:
+    async def describe(self, kinds: frozenset[WeightHash] = ONLY_SHA256) -> Description:
         """For the broadcast transport, as all below."""
         return await anyio.to_thread.run_sync(self.sender.describe, kinds)
 

@@ -24,10 +24,10 @@ def unavailable(spec: RunSpec) -> list[str]:
 
 def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
-    if spec.algorithm == "opd" or spec.teacher is not None:
-        yield "algorithm", spec.algorithm, "on-policy distillation and [teacher]"
-    if spec.lora.rank > 0:
-        yield "lora.rank", spec.lora.rank, "adapters"
+    if spec.teacher is not None and spec.teacher.url:
+        yield "teacher.url", list(spec.teacher.url), "a teacher served by an engine"
+    if spec.lora.rank > 0 and spec.lora.publish == "adapter":
+        yield "lora.publish", spec.lora.publish, "adapters in engines"
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
     for size in ("tensor", "pipeline", "context", "expert"):
@@ -41,25 +41,17 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
         yield "core.router_aux_coef", core.router_aux_coef, "router losses"
     if core.renormalize_support:
         yield "core.renormalize_support", True, "scoring over kept tokens only"
-    if spec.launch.gpus_per_replica > 0:
-        yield "launch.gpus_per_replica", spec.launch.gpus_per_replica, "training on GPUs"
 
 
 def _serving(spec: RunSpec) -> Iterator[_Gap]:
     core, rollout = spec.core, spec.rollout
-    if rollout.engine == "sglang":
-        yield "rollout.engine", rollout.engine, "the SGLang engine"
-    if rollout.tensor > 1:
-        yield "rollout.tensor", rollout.tensor, "tensor-parallel engines"
-    if rollout.colocated:
-        yield "rollout.colocated", True, "engines on the trainer's GPUs"
     if rollout.function is not None:
         yield "rollout.function", rollout.function, "multi-turn rollout functions"
     if rollout.filter not in ("off", "equal_rewards"):
         yield "rollout.filter", rollout.filter, "filters by import path"
-    if core.publication_mode == "rolling":
-        yield "core.publication_mode", core.publication_mode, "engine-by-engine publication"
-    if core.publication_transport in ("ipc", "p2p"):
+    if rollout.colocated and (rollout.engines > 1 or rollout.tensor > 1):
+        yield "rollout.engines", rollout.engines, "several engines on the trainer's GPUs"
+    if core.publication_transport == "p2p":
         yield "core.publication_transport", core.publication_transport, "this transport"
     services = {"code", "judge", "http", "instructions"}
     if spec.reward.verifier in services:
@@ -73,7 +65,3 @@ def _serving(spec: RunSpec) -> Iterator[_Gap]:
 def _around(spec: RunSpec) -> Iterator[_Gap]:
     if spec.checkpoint.every_seconds is not None:
         yield "checkpoint.every_seconds", spec.checkpoint.every_seconds, "commits by time"
-    if spec.checkpoint.upload is not None:
-        yield "checkpoint.upload", spec.checkpoint.upload, "upload to an object store"
-    if spec.output.compiler_cache is not None:
-        yield "output.compiler_cache", str(spec.output.compiler_cache), "compiler caches"

@@ -17,4 +17,5 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1)
     """Newest commits that stay on disk, beside the pinned ones."""
     upload: str | None = None
-    """`s3://bucket/prefix` every commit is copied to; absent: nowhere."""
+    """`s3://bucket/prefix` commits are copied to, and an empty `output.root` is filled from;
+    absent: nowhere. Credentials and endpoint come from the environment (`AWS_...`)."""

@@ -8,10 +8,11 @@ from pydantic import Field
 
 from configs.loss import LOSSES, Aggregation, LossName, LossRow
 from configs.model import DType
-from configs.section import PositiveSeconds, RunPath, Seconds, Section
+from configs.section import PositiveSeconds, RunPath, Seconds, Section, Texts
 
 AttentionBackend = Literal["auto", "flash_4", "flash_3", "flash_2", "sdpa"]
 PublicationMode = Literal["refresh", "drain", "rolling"]
+RefreshPause = Literal["in_place", "retract", "abort"]
 PublicationTransport = Literal["auto", "disk", "ipc", "broadcast", "p2p"]
 
 _MEAN_GAP_BY_DTYPE: dict[DType, float] = {"bfloat16": 0.05, "float32": 1e-4}
@@ -100,12 +101,19 @@ class Core(Section):
     # Optimizer: AdamW.
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Course of the learning rate after the warm-up; `wsd` stays and falls linearly at its end."""
     lr_decay_updates: int | None = Field(default=None, ge=1)
-    """Update at which the cosine arrives at `min_lr`; absent: `max_updates`."""
+    """Update at which the rate arrives at `min_lr`; absent: `max_updates`."""
+    lr_decay_share: float = Field(default=0.1, gt=0, le=1)
+    """Last part of the updates after the warm-up in which `wsd` falls."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Where the cosine ends."""
+    """Where the rate ends."""
+    lr_scale: dict[str, float] = Field(default={})
+    """Factors of the learning rate by weight name, with `*`: the first pattern that fits counts, 1
+    where none does. 0 leaves weights as they are."""
+    undecayed: Texts = ()
+    """Weights that `weight_decay` leaves alone, by name with `*`, such as `"*norm.weight"`."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates over which the learning rate grows linearly from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -136,6 +144,10 @@ class Core(Section):
     publication_mode: PublicationMode = "refresh"
     """`refresh`: swap under running responses; `drain`: let them finish first; `rolling`: engine by
     engine."""
+    refresh_pause: RefreshPause = "in_place"
+    """How `refresh` pauses engines that prove per-token spans: `in_place` keeps running responses
+    where they are, `retract` has their keys computed again under the new weights, `abort` continues
+    them as new requests. Engines without such spans always abort and continue."""
     publication_transport: PublicationTransport = "auto"
     """How weights travel; `auto` is settled in the plan and never switched later."""
     p2p_transfer_timeout: PositiveSeconds = 30.0

@@ -74,6 +74,9 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
         "lr",
         "lr_schedule",
         "lr_decay_updates",
+        "lr_decay_share",
+        "lr_scale",
+        "undecayed",
         "min_lr",
         "warmup_updates",
         "weight_decay",
@@ -89,7 +92,15 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
 """What changes results. `core.max_updates` and `data.epochs` only say how long the run goes on."""
 
 LAYOUT: Mapping[str, tuple[str, ...]] = {
-    "rollout": ("engine", "engine_python", "engine_args", "engines", "tensor", "colocated"),
+    "rollout": (
+        "engine",
+        "engine_python",
+        "engine_args",
+        "engines",
+        "tensor",
+        "colocated",
+        "sleep",
+    ),
     "core": (
         "backend",
         "tensor",
@@ -103,6 +114,7 @@ LAYOUT: Mapping[str, tuple[str, ...]] = {
         "activation_checkpointing",
         "compile",
         "publication_mode",
+        "refresh_pause",
         "publication_transport",
     ),
     "lora": ("publish",),
@@ -121,6 +133,7 @@ NEITHER: Mapping[str, tuple[str, ...]] = {
         "running_deadline",
         "drain_deadline",
         "engine_watchdog_timeout",
+        "engine_start_deadline",
     ),
     "async": ("async_max_concurrent_samples", "buffer_collections"),
     "reward": ("url", "time_limit", "workers", "skip_budget", "code", "judge"),

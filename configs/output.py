@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from configs.section import RunPath, Seconds, Section
+from configs.section import RunPath, Seconds, Section, StorePlace
 
 
 class Output(Section):
@@ -16,8 +16,9 @@ class Output(Section):
     """Output root of the run: the truth about it. Shared between nodes where there are several."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face model into `export/`."""
-    compiler_cache: RunPath | None = None
-    """Root of the compiler-cache archive; absent: none is kept."""
+    compiler_cache: StorePlace | None = None
+    """Where archives of compiler caches are kept, a folder or `s3://bucket/prefix`; absent:
+    nowhere."""
     cache_publishers: int = Field(default=2, ge=1)
     """Processes per node that publish compiler caches."""
     cache_wait: Seconds = 60.0

@@ -30,6 +30,7 @@ from configs.section import (
     Scalar,
     Seconds,
     Section,
+    StorePlace,
     nested_section,
 )
 
@@ -50,6 +51,7 @@ _NAMED = {
     MinRuntime: "duration",
     Bytes: "size",
     RunPath: "path",
+    StorePlace: "path or `s3://…`",
     ImportPath: "`module:name`",
     Scalar: "texts, numbers, true or false",
 }

@@ -34,13 +34,20 @@ class Rollout(Section):
     engine_python: RunPath | None = None
     """Python of the environment the engine runs in; absent: the run's own."""
     engine_args: dict[str, Scalar] = Field(default={})
-    """Further arguments of the engine server, as its command line names them without dashes."""
+    """Further arguments of the engine server, as its command line names them without dashes. Those
+    that other fields decide are refused."""
+    engine_start_deadline: PositiveSeconds = 600.0
+    """Longest start of an engine, kernels that are compiled for the first time included."""
     engines: int = Field(default=1, ge=1)
     """Engine replicas."""
     tensor: int = Field(default=1, ge=1)
     """GPUs of one engine replica (tensor parallel)."""
     colocated: bool = False
-    """Engines share the trainer's GPUs instead of having their own."""
+    """Engines share the trainer's GPUs instead of having their own. The engine's part of the
+    memory is then said by `engine_args.mem_fraction_static`."""
+    sleep: bool = False
+    """Colocated engines give their GPU memory back while the trainer makes an update; what they
+    were generating goes on with the new policy."""
     max_running_requests: int = Field(default=256, ge=1)
     """Serving slots of one engine: samples it decodes at the same time."""
     groups_per_collection: int = Field(default=32, ge=1)

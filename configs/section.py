@@ -180,6 +180,23 @@ PositiveSeconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 """A size: bytes, positive."""
 
+
+def resolve_store(value: object, info: ValidationInfo) -> object:
+    """``s3://bucket/prefix`` as it is, or an absolute path as ``resolve_path`` makes it.
+
+    Raises:
+        PydanticCustomError: on an address without a bucket, or as ``resolve_path`` says.
+    """
+    if isinstance(value, str) and "://" in value:
+        if not re.fullmatch(r"s3://[^/]+(/.*)?", value):
+            raise refuse("not an object store", allowed='"s3://bucket/prefix", or a folder')
+        return value.rstrip("/")
+    return resolve_path(value, info)
+
+
+StorePlace = Annotated[Path | str, PlainValidator(resolve_store, json_schema_input_type=str)]
+"""A folder, or ``s3://bucket/prefix``."""
+
 RunPath = Annotated[Path, PlainValidator(resolve_path, json_schema_input_type=str)]
 """An absolute, normalised path."""
 

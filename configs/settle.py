@@ -29,8 +29,12 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
     if chosen != "auto":
         return chosen, "set"
     is_here = spec.launch.backend == "local"
-    if spec.rollout.engine == "embedded" and spec.launch.gpus_per_replica == 0 and is_here:
-        return "disk", "embedded engine on CPU: files in memory (tmpfs) are as fast as it gets"
+    if spec.launch.gpus_per_replica == 0 and is_here:
+        return "disk", "engines on CPU: files in memory (tmpfs) are as fast as it gets"
+    if spec.core.publication_mode == "rolling":
+        return "disk", "engine by engine: a collective serves all at once"
+    if spec.rollout.colocated:
+        return "ipc", "engine and trainer share a GPU: the engine reads the trainer's memory"
     return "broadcast", "one copy from trainer rank 0 to every engine"
 
 

@@ -35,6 +35,20 @@ class Topology(BaseModel):
         """GPUs the run asks for."""
         return self.replicas * self.gpus_per_replica
 
+    @property
+    def gpus_per_rank(self) -> float:
+        """Of one trainer rank; half a GPU where an engine has the other half."""
+        if not self.trainer_gpus:
+            return 0.0
+        return 0.5 if self.colocated else 1.0
+
+    @property
+    def gpus_per_engine(self) -> float:
+        """Of one engine, all its ranks together."""
+        if not self.engine_gpus:
+            return 0.0
+        return 0.5 if self.colocated else self.engine_gpus / self.engines
+
 
 def model_parallel(spec: RunSpec) -> int:
     """Ranks that hold one copy of the model together: tensor x pipeline x context."""

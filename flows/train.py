@@ -8,7 +8,7 @@ from prefect import State, flow
 from prefect.states import Completed
 
 from tasks.attach import attach, staying_attached
-from tasks.closing import export, finish, report
+from tasks.closing import cache, export, finish, report
 from tasks.ended import RunEnded
 from tasks.evaluation import evaluate, submit_evaluations, submit_final
 from tasks.opening import prepare, rendezvous
@@ -46,6 +46,8 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
                     evaluate(run, stretch, set_name, return_state=True)
             if run.loaded.spec.output.export_hf:
                 export(run)
+            if run.loaded.spec.output.compiler_cache is not None:
+                cache(run, return_state=True)  # best effort
             finish(run)
             if run.has_background_evaluation:
                 submit_final(run, return_state=True)

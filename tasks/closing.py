@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefect import task
+from prefect.logging import get_run_logger
 
 from runtime.session.steps import StepKind
 from tasks.artifacts import summarise
@@ -20,6 +21,15 @@ REST_DEADLINE_S = 600.0
 def finish(run: RunHandle) -> Outcome:
     """The end record says complete: every process has left in good order."""
     return until_done(run, run.step(StepKind.FINISH))
+
+
+@task(name="cache", retries=RETRIES, retry_delay_seconds=RETRY_DELAYS_S, retry_condition_fn=is_lost)
+def cache(run: RunHandle) -> Outcome:
+    """What became of the compiler caches is written down; it changes no result."""
+    outcome = until_done(run, run.step(StepKind.CACHE))
+    if outcome.receipt is not None:
+        get_run_logger().info("compiler caches: %s", outcome.receipt.detail)
+    return outcome
 
 
 @task(name="report")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from runtime.clock import SystemClock
 from runtime.errors import RunError
+from runtime.evaluation.receipts import EvaluationReceipt
 from runtime.evaluation.submission import Row, Rules, submit_due
 from runtime.rundir.known import known_roots, run_folders
 from runtime.rundir.layout import RunRoot
@@ -62,12 +63,22 @@ def _as_line(row: Row) -> dict[str, object]:
         "set": receipt.request.set,
         "kind": receipt.request.kind,
         "state": receipt.state,
-        "reason": receipt.reason or (receipt.error.message[:200] if receipt.error else ""),
         "tries": len(receipt.tries),
+        "how tries ended": "; ".join(_ends(receipt)),
         "next try": _when(receipt.next_try_at),
         "pass": f"{row.verdict}: {row.why}",
         "link": _link(row.job),
     }
+
+
+def _ends(receipt: EvaluationReceipt) -> Iterator[str]:
+    """Why it took more than one try, in their order."""
+    for try_ in receipt.tries:
+        if try_.result is None:
+            yield f"{try_.number}: under way"
+        else:
+            message = try_.result.error.message[:200] if try_.result.error else ""
+            yield f"{try_.number}: {try_.result.reason or message or try_.result.state}"
 
 
 def _when(moment: float | None) -> str:

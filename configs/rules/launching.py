@@ -83,8 +83,10 @@ def paths_of(spec: RunSpec) -> dict[str, Path]:
         "reward.judge.model": judge.model if judge else None,
         "reward.judge.template": judge.template if judge else None,
         "output.root": spec.output.root,
-        "output.compiler_cache": spec.output.compiler_cache,
     }
+    cache = spec.output.compiler_cache
+    if isinstance(cache, Path):  # an object store is under no mount
+        found["output.compiler_cache"] = cache
     for name, each in spec.evaluation.sets.items():
         found[f"evaluation.sets.{name}.prompts"] = each.prompts
     return {field: path for field, path in found.items() if path is not None}

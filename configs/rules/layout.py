@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.clusters import find_profile
+from configs.engine_args import has_flag, owned_because
 from configs.rules.finding import Finding, refused
 from configs.rules.inputs import Rule
 from configs.run import RunSpec
@@ -143,6 +144,88 @@ def _attention(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _engine_args(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    rollout = spec.rollout
+    for name in rollout.engine_args:
+        because = owned_because(rollout.engine, name)
+        if because is not None:
+            yield refused(
+                f"rollout.engine_args.{name}",
+                "rollout.engine",
+                because=f"the {rollout.engine} engine's {name} cannot be set here: {because}",
+                allowed="leave it out",
+            )
+
+
+def _sharing(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    rollout = spec.rollout
+    shares = rollout.colocated and spec.launch.gpus_per_replica > 0
+    if shares and rollout.engine == "sglang":
+        if not has_flag(rollout.engine_args, "mem-fraction-static"):
+            yield refused(
+                "rollout.colocated",
+                "rollout.engine_args",
+                because="an engine left to itself takes nearly all memory of the GPU it shares",
+                allowed="rollout.engine_args.mem_fraction_static, its part of the whole: 0.3 or so",
+            )
+        if rollout.tensor > 1:
+            yield refused(
+                "rollout.tensor",
+                "rollout.colocated",
+                because="an engine that shares its GPU has only one",
+                allowed="tensor = 1 and more engines, or GPUs of their own",
+            )
+    if rollout.sleep and not (shares and rollout.engine == "sglang"):
+        yield refused(
+            "rollout.sleep",
+            "rollout.colocated",
+            "rollout.engine",
+            because="only a SGLang engine that shares the trainer's GPU has memory to give back",
+            allowed="leave it out",
+        )
+
+
+def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core, rollout = spec.core, spec.rollout
+    transport, on_gpus = core.publication_transport, spec.launch.gpus_per_replica > 0
+    if core.publication_mode == "rolling" and transport == "broadcast":
+        yield refused(
+            "core.publication_mode",
+            "core.publication_transport",
+            because="a collective serves all engines at once, never one by one",
+            allowed='transport "auto", "disk" or "ipc"',
+        )
+    if transport == "ipc" and on_gpus and not (rollout.colocated and rollout.tensor == 1):
+        yield refused(
+            "core.publication_transport",
+            "rollout.colocated",
+            "rollout.tensor",
+            because="an engine opens memory of the GPU it runs on, and no other",
+            allowed='rollout.colocated = true with tensor = 1; otherwise "broadcast" or "disk"',
+        )
+    if transport == "ipc" and not on_gpus and rollout.engine == "sglang":
+        yield refused(
+            "core.publication_transport",
+            "rollout.engine",
+            because="SGLang shares memory on a GPU only",
+            allowed='"auto", "disk" or "broadcast"',
+        )
+    if transport == "ipc" and spec.launch.replicas > 1:
+        yield refused(
+            "core.publication_transport",
+            "launch.replicas",
+            because="memory is shared within one machine",
+            allowed='"broadcast", or "disk" on a shared file system',
+        )
+    if rollout.colocated and on_gpus and transport == "broadcast":
+        yield refused(
+            "core.publication_transport",
+            "rollout.colocated",
+            because="two ranks of one collective cannot share a GPU",
+            allowed='"ipc" or "disk"',
+        )
+
+
 def _engines(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     rollout = spec.rollout
     if rollout.engine != "embedded":
@@ -176,5 +259,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _model_sizes,
     _tokens,
     _attention,
+    _engine_args,
+    _sharing,
+    _publication,
     _engines,
 )

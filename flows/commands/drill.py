@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,9 @@ Folder = Annotated[
     Path | None, typer.Option("--folder", help="Where the runs lie; absent: a temporary folder.")
 ]
 Updates = Annotated[int, typer.Option("--updates", min=2, help="Updates of each run.")]
+Minutes = Annotated[
+    float | None, typer.Option("--minutes", min=0, help="Deal no kills after so long.")
+]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="FAULT", help="Deal only these faults.")
 ]
@@ -33,6 +37,7 @@ def drill(
     seed: Seed = 1,
     folder: Folder = None,
     updates: Updates = 60,
+    minutes: Minutes = None,
     only: Only = None,
     as_json: AsJson = False,
 ) -> None:
@@ -59,7 +64,7 @@ def drill(
         campaign = Campaign(
             place, seed=seed, say=say, updates=updates, names=tuple(only or WEIGHTS)
         )
-        outcome = campaign.run(kills)
+        outcome = campaign.run(kills, within_s=math.inf if minutes is None else 60 * minutes)
     if as_json:
         typer.echo(json.dumps(as_object(outcome)))
     else:

@@ -37,6 +37,10 @@ from runtime.waits import Wait
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("checkpoints")
 
 
+Digests = Mapping[str, str | None]
+"""SHA-256 by a file's name, as it was while writing; None: nobody looked."""
+
+
 class StateSource(Protocol):
     """The trainer group, as a commit sees it."""
 
@@ -44,8 +48,8 @@ class StateSource(Protocol):
         """Copy the state of all ranks to host memory; one entry per rank, by rank."""
         ...
 
-    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> Sequence[str]:
-        """Write the copies beside training; returns the names of all files, each in ``folder``."""
+    async def write_staged(self, staged: Sequence[StagedState], folder: str) -> Digests:
+        """Write the copies beside training; names of all files, each in ``folder``."""
         ...
 
 
@@ -137,10 +141,10 @@ class Committer:
             DiskFull: if there is no room.
         """
 
-        async def write(folder: Path) -> Sequence[str]:
+        async def write(folder: Path) -> Digests:
             data = json.dumps(dict(model), indent=1, sort_keys=True).encode() + b"\n"
             await anyio.to_thread.run_sync(atomic.write_bytes, folder / INITIAL, data)
-            return [INITIAL]
+            return {INITIAL: None}
 
         await self._wait_idle()
         if self._parent is not None and self._parent.policy == str(policy):
@@ -179,7 +183,7 @@ class Committer:
         staged = await self._source.stage()
         self._idle = anyio.Event()
 
-        async def write(folder: Path) -> Sequence[str]:
+        async def write(folder: Path) -> Digests:
             return await self._source.write_staged(staged, str(folder))
 
         self._tasks.start_soon(self._beside, policy, segment, write, self._idle)
@@ -230,7 +234,7 @@ class Committer:
         self,
         policy: PolicyId,
         segment: LedgerSegment,
-        write: Callable[[Path], Awaitable[Sequence[str]]],
+        write: Callable[[Path], Awaitable[Digests]],
         idle: anyio.Event,
     ) -> None:
         try:
@@ -244,7 +248,7 @@ class Committer:
         self,
         policy: PolicyId,
         segment: LedgerSegment,
-        write: Callable[[Path], Awaitable[Sequence[str]]],
+        write: Callable[[Path], Awaitable[Digests]],
     ) -> CommitRecord:
         start = self._clock.monotonic()
         folder, final = self._folders(policy)
@@ -274,11 +278,11 @@ class Committer:
         return record
 
     def _seal(
-        self, policy: PolicyId, segment: LedgerSegment, names: Sequence[str], start: float
+        self, policy: PolicyId, segment: LedgerSegment, names: Digests, start: float
     ) -> CommitRecord:
         """Everything from written files to the record in the chain; runs in a thread."""
         folder, final = self._folders(policy)
-        files = seal([(name, folder / name) for name in sorted(names)])
+        files = seal([(name, folder / name) for name in sorted(names)], names)
         atomic.fsync_folder(folder)
         atomic.point("rename", folder)
         folder.rename(final)

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -65,7 +65,15 @@ class ExportReceipt(BaseModel):
     """All files but this one."""
 
 
-class Restoring(WeightSource, Protocol):
+class LiveWeights(WeightSource, Protocol):
+    """A trainer that may hold adapters."""
+
+    async def write_adapter(self, folder: str) -> Written:
+        """Write the adapters alone, in peft's format; ConfigError where there are none."""
+        ...
+
+
+class Restoring(LiveWeights, Protocol):
     """A trainer that can be brought to a commit."""
 
     async def load(self, model_path: str) -> dict[str, object]:
@@ -78,7 +86,14 @@ class Restoring(WeightSource, Protocol):
 
 
 async def export_live(
-    root: RunRoot, source: WeightSource, policy: PolicyId, *, model: Path, epoch: int, final: bool
+    root: RunRoot,
+    source: LiveWeights,
+    policy: PolicyId,
+    *,
+    model: Path,
+    epoch: int,
+    final: bool,
+    adapter: bool = False,
 ) -> ExportReceipt:
     """Export what the trainer holds now. Idempotent: an export of the same name is replaced.
 
@@ -89,13 +104,16 @@ async def export_live(
         model: folder of the initial model, for config, tokenizer and generation config.
         epoch: of the caller.
         final: into ``export/``; otherwise into ``export-<update>/``.
+        adapter: the adapters alone, in peft's format; otherwise whole weights.
 
     Raises:
         DiskFull: if there is no room; nothing is left behind then.
         PartialWrite: if what was written does not read back equal.
     """
     to = root.export if final else root.export_at(policy.update)
-    return await _export(to, source, policy, model, epoch, "trainer", _nothing)
+    write = source.write_adapter if adapter else source.write_snapshot
+    companions = None if adapter else model
+    return await _export(to, write, policy, companions, epoch, "trainer", _nothing)
 
 
 async def export_snapshot(
@@ -123,7 +141,7 @@ async def export_snapshot(
     """
     to = root.snapshots / str(policy)
     to.parent.mkdir(exist_ok=True)
-    return await _export(to, source, policy, model, epoch, "trainer", on_written)
+    return await _export(to, source.write_snapshot, policy, model, epoch, "trainer", on_written)
 
 
 async def export_commit(
@@ -134,6 +152,7 @@ async def export_commit(
     model: Path,
     epoch: int,
     to: Path | None = None,
+    adapter: bool = False,
 ) -> ExportReceipt:
     """Export a commit through a trainer that is brought to it.
 
@@ -144,6 +163,7 @@ async def export_commit(
         model: folder of the initial model.
         epoch: of the caller.
         to: the folder to make; None: ``export-<update>/``.
+        adapter: the adapters alone, in peft's format; otherwise whole weights.
 
     Raises:
         ContractViolation: if the trainer restores something else than the commit.
@@ -155,7 +175,9 @@ async def export_commit(
         check_restored(restored, restorable.commit)
     policy = restorable.policy
     folder = to or root.export_at(policy.update)
-    return await _export(folder, trainer, policy, model, epoch, "commit", _nothing)
+    write = trainer.write_adapter if adapter else trainer.write_snapshot
+    companions = None if adapter else model
+    return await _export(folder, write, policy, companions, epoch, "commit", _nothing)
 
 
 def weights_digest(receipt: ExportReceipt) -> str:
@@ -186,9 +208,9 @@ def _nothing() -> None:
 
 async def _export(
     to: Path,
-    source: WeightSource,
+    write: Callable[[str], Awaitable[Written]],
     policy: PolicyId,
-    model: Path,
+    model: Path | None,
     epoch: int,
     kind: Literal["trainer", "commit"],
     on_written: Callable[[], None],
@@ -197,7 +219,7 @@ async def _export(
     try:
         with atomic.disk_full_as_error(to):
             await anyio.to_thread.run_sync(_begin, staging)
-            written = await source.write_snapshot(str(staging))
+            written = await write(str(staging))
             on_written()
             describe = partial(
                 ExportReceipt,
@@ -207,7 +229,7 @@ async def _export(
                 source=kind,
                 num_tensors=written.num_tensors,
                 num_bytes=written.num_bytes,
-                checksums=written.checksums,
+                checksums=dict(written.checksums),
             )
             receipt = await anyio.to_thread.run_sync(
                 _finish, staging, to, written, model, lambda files: describe(files=files)
@@ -236,13 +258,14 @@ def _finish(
     staging: Path,
     to: Path,
     written: Written,
-    companions: Path,
+    companions: Path | None,
     describe: Callable[[tuple[FileEntry, ...]], ExportReceipt],
 ) -> ExportReceipt:
     """Everything from written weights to the folder under its final name; runs in a thread."""
     tensors = stored_tensors(staging)
     _check_equal(checksums_of(tensors), written, staging)
-    _copy_companions(companions, staging, {tensor.dtype for tensor in tensors})
+    if companions is not None:
+        _copy_companions(companions, staging, {tensor.dtype for tensor in tensors})
     receipt = describe(seal([(p.name, p) for p in sorted(staging.iterdir())]))
     text = receipt.model_dump_json(indent=1).encode() + b"\n"
     atomic.write_bytes(staging / RECEIPT, text, durable=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,11 +47,14 @@ def digest(path: Path) -> str:
     return sha.hexdigest()
 
 
-def seal(paths: Sequence[tuple[str, Path]]) -> tuple[FileEntry, ...]:
+def seal(
+    paths: Sequence[tuple[str, Path]], known: Mapping[str, str | None] | None = None
+) -> tuple[FileEntry, ...]:
     """Make files durable and describe them; digests are computed while the disk still writes.
 
     Args:
         paths: (name in the record, where the file lies), each written and closed.
+        known: SHA-256 by name, of files that were hashed while they were written.
 
     Raises:
         OSError: if a file is missing or cannot be synced; "no space" among them, for what was only
@@ -59,13 +62,18 @@ def seal(paths: Sequence[tuple[str, Path]]) -> tuple[FileEntry, ...]:
     """
     with ThreadPoolExecutor(worker_threads(2 * len(paths))) as pool:
         synced = [pool.submit(_fsync, path) for _, path in paths]
-        digests = [pool.submit(digest, path) for _, path in paths]
+        given = known or {}
+        digests = [pool.submit(_digest_once, given.get(name), path) for name, path in paths]
         for future in synced:
             future.result()
         return tuple(
             FileEntry(name=name, size=path.stat().st_size, sha256=future.result())
             for (name, path), future in zip(paths, digests, strict=True)
         )
+
+
+def _digest_once(known: str | None, path: Path) -> str:
+    return digest(path) if known is None else known
 
 
 def damage(root: RunRoot, commit: CommitRecord) -> list[str]:

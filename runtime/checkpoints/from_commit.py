@@ -26,7 +26,10 @@ from runtime.trainer.settings import from_spec
 
 def trainer_of(spec: RunSpec) -> LocalGroup:
     """A trainer of one rank; it reads the states of any number of ranks. Loads torch."""
-    settings = from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed)
+    # Without its teacher: nothing is trained here.
+    settings = from_spec(
+        spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed, lora=spec.lora
+    )
     return LocalGroup(settings)
 
 
@@ -70,7 +73,12 @@ async def export_update(root: RunRoot, spec: RunSpec, *, model: Path, update: in
     trainer = trainer_of(spec)
     try:
         return await export_commit(
-            root, trainer, found, model=model, epoch=PolicyId.parse(found.commit.policy).epoch
+            root,
+            trainer,
+            found,
+            model=model,
+            epoch=PolicyId.parse(found.commit.policy).epoch,
+            adapter=spec.lora.rank > 0 and spec.lora.export == "adapter",
         )
     finally:
         with anyio.CancelScope(shield=True):

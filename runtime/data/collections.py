@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +18,11 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runtime.data.frozen import publish_file
+from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
 from runtime.errors import ContractViolation, PartialWrite
 from runtime.policy import PolicyId
-from runtime.rundir.atomic import disk_full_as_error, point
+from runtime.rundir.atomic import disk_full_as_error, draft, point
 from runtime.trainer import protocol as trainer
 
 _KEY = b"milepost"
@@ -50,6 +50,9 @@ _SCHEMA = pa.schema(
         pa.field("prefill", pa.string(), nullable=False),
         pa.field("span_ends", pa.list_(pa.int32()), nullable=False),
         pa.field("span_policies", pa.list_(pa.string()), nullable=False),
+        # Choices of experts, one byte (or two) each, and layers, top k and experts.
+        pa.field("routed", pa.binary()),
+        pa.field("router", pa.list_(pa.int32())),
     ]
 )
 
@@ -90,7 +93,7 @@ def write_collection(path: Path, collection: Collection) -> None:
     table = pa.Table.from_pylist(
         rows, schema=_SCHEMA.with_metadata({_KEY: facts.model_dump_json().encode()})
     )
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = draft(path)
     try:
         with disk_full_as_error(path):
             point("write", partial)
@@ -194,6 +197,8 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "prefill": str(sample.prefill),
         "span_ends": [span.end for span in sample.spans],
         "span_policies": [str(span.policy) for span in sample.spans],
+        "routed": None if sample.routed is None else sample.routed.data,
+        "router": None if sample.routed is None else _router_row(sample.routed.shape),
     }
 
 
@@ -228,4 +233,17 @@ def _sample(row: dict[str, Any]) -> Sample:
         text=row["text"],
         reward=row["reward"],
         loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
+        routed=_routed(row),
     )
+
+
+def _router_row(shape: RouterShape) -> list[int]:
+    return [shape.layers, shape.top_k, shape.experts]
+
+
+def _routed(row: dict[str, Any]) -> RoutedExperts | None:
+    if row.get("routed") is None:  # files of before choices were recorded have no such column
+        return None
+    layers, top_k, experts = row["router"]
+    shape = RouterShape(layers=layers, top_k=top_k, experts=experts)
+    return RoutedExperts(row["routed"], shape)

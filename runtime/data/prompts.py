@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -39,7 +38,7 @@ from runtime.data.tokenizer import (
     tokenizer_digest,
 )
 from runtime.errors import ConfigError, ContractViolation
-from runtime.rundir.atomic import disk_full_as_error, write_json
+from runtime.rundir.atomic import disk_full_as_error, draft, write_json
 
 __all__ = [
     "FieldNames",
@@ -91,7 +90,7 @@ def freeze(
         check_unchanged(facts, source, tokenizer, fields, apply_chat_template=apply_chat_template)
         return facts
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = draft(target)
     problems = RowProblems(source)
     too_long = RowProblems(source, f"prompts longer than max_prompt_tokens {max_prompt_tokens}")
     rows = read_rows(source, fields, problems)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from runtime.data.routed import RoutedExperts
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
 
@@ -81,6 +82,8 @@ class Sample:
     """None until the verifier has spoken."""
     loss_mask: tuple[int, ...] | None = None
     """1 where the token was sampled by the policy and trains; None means all ones."""
+    routed: RoutedExperts | None = None
+    """Experts that read each token of prompt and response but the last; None unless recorded."""
 
     @property
     def oldest(self) -> PolicyId:

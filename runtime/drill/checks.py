@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from runtime.rundir import history
 from runtime.rundir.chain import Chain
 from runtime.rundir.records import CommitRecord, EpochRecord, Record
 from runtime.session.accounts import committed_segments
+from runtime.session.scratch import run_key
 from runtime.session.status import COMPLETE, look
 
 _LEAVING_S = 20.0
@@ -139,9 +142,9 @@ def _files(job: Job, records: Sequence[Record], problems: list[str]) -> None:
     problems += [f"{name} lies about without a commit" for name in sorted(there - known)]
     problems += damage(root, history.standing_commits(tuple(records))[-1])
     for path in sorted(root.path.rglob("*")):
-        if path.name.startswith(".") and path.name.endswith(".tmp"):
+        if path.name.startswith("."):
             problems.append(f"{path.relative_to(root.path)} was left half-written")
-        elif path.suffix == ".json" and not path.name.startswith("."):
+        elif path.suffix == ".json":
             try:
                 json.loads(path.read_bytes())
             except ValueError as error:
@@ -171,6 +174,8 @@ def _left_behind(job: Job, ports: set[int], shared_before: set[str]) -> list[str
     found += [f"port {port} is still listened on" for port in sorted(still)]
     swept = {str(folder) for folder in sweep(scratch_root())} - shared_before
     found += [f"{folder} was left in shared memory" for folder in sorted(swept)]
+    base = Path(tempfile.gettempdir()) / f"mp-{os.getuid()}"
+    found += [f"{p} was left" for p in sorted(base.glob(f"{run_key(job.root.path)}-*"))]
     return found
 
 

@@ -13,7 +13,7 @@ Variant = Literal["deterministic", "ahead"]
 """``deterministic``: every update follows from the run file alone, so an undisturbed run is the
 measure; ``ahead``: two engines, responses over several policies, exact in its accounting."""
 
-LEASE_S = 10.0
+LEASE_S = 15.0
 """Of a drilled run: short, so that a freeze outlasts it in seconds."""
 
 _VERIFIER = '''

@@ -116,6 +116,8 @@ class Observer:
         match record:
             case EpochRecord():
                 self.seen.append(Seen(time=record.time, what="decided: epoch"))
+            case EndRecord(state="complete"):
+                self.seen.append(Seen(time=record.time, what="progress: end"))
             case EndRecord():
                 self.seen.append(Seen(time=record.time, what="detected: end"))
             case CommitRecord():

@@ -86,7 +86,7 @@ def _bucket_value(bucket: SharedBucket, cuda: CudaHandle) -> dict[str, object]:
             (bucket.num_bytes,),
             (1,),
             0,
-            _Name("torch.storage", "UntypedStorage"),
+            _Name("torch.storage", "TypedStorage"),
             uint8,
             cuda.device,
             cuda.handle,

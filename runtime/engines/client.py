@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -14,6 +13,7 @@ import orjson
 from runtime.engines.answers import classify
 from runtime.engines.bucket_body import cuda_body, memory_body
 from runtime.engines.connection import Connection
+from runtime.engines.probe import probe
 from runtime.engines.protocol import (
     EngineInfo,
     EngineLoad,
@@ -21,10 +21,9 @@ from runtime.engines.protocol import (
     Generation,
     PauseMode,
     TensorSpec,
-    WeightDigest,
 )
 from runtime.engines.shared import SharedBucket
-from runtime.engines.wire import generate_body, generations
+from runtime.engines.wire import aborted_early, generate_body, generations
 from runtime.errors import (
     ContractViolation,
     EngineRefused,
@@ -113,10 +112,12 @@ class HttpEngineClient:
                 rid=request.rid,
                 url=self._url,
             ) from error
+        if (early := aborted_early(status, answer, request)) is not None:
+            return early
         failure = classify(status, answer)
         if failure is not None:
             raise failure
-        return generations(answer, n=request.n)
+        return generations(answer, n=request.n, router=request.router)
 
     async def abort(self, rid: str | None) -> None:
         """Abort one call, or everything with None. Unknown ids are no error."""
@@ -159,50 +160,15 @@ class HttpEngineClient:
     # Facts
 
     async def info(self) -> EngineInfo:
-        """Facts of this server; probed with four one-token requests at the first call."""
+        """Facts of this server; probed at the first call with a few short requests of our own.
+
+        Before the engine has traffic: one probe pauses it for a moment.
+        """
         if self._info is None:
-            server = await self._get("/server_info")
-            vocab_size = self._vocab_size or server.get("vocab_size")
-            if not isinstance(vocab_size, int):
-                raise ContractViolation(
-                    "the engine does not tell its vocabulary; give the client vocab_size",
-                    url=self._url,
-                )
-            context = server.get("context_length") or int(server["max_req_input_len"]) + 6
-            native_spans, takes_salt = await self._probe()
-            self._info = EngineInfo(
-                version=str(server.get("version")),
-                vocab_size=vocab_size,
-                context_length=int(context),
-                max_running_requests=int(server.get("max_running_requests") or 0),
-                native_spans=native_spans,
-                takes_salt=takes_salt,
-                update_bracket=await self._has_bracket(),
-                **_weights_of(server),
+            self._info = await probe(
+                self._http, vocab_size=self._vocab_size, limit_s=self._limits.control_s
             )
         return self._info
-
-    async def _probe(self) -> tuple[bool, bool]:
-        """Whether answers carry spans, and whether a salt keeps cached prefixes apart."""
-        marker = uuid.uuid4().hex
-        metas: list[Mapping[str, Any]] = []
-        for salt in (f"{marker}-a", f"{marker}-a", f"{marker}-b"):
-            body = {
-                "input_ids": [0] * 8,
-                "extra_key": salt,
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            }
-            answer = await self._control("/generate", body)
-            metas.append(cast(Mapping[str, Any], answer["meta_info"]))
-        cached = [int(m.get("cached_tokens") or 0) for m in metas]
-        return "weight_versions" in metas[0], cached[1] > 0 and cached[2] == 0
-
-    async def _has_bracket(self) -> bool:
-        """Whether the engine knows update sessions: it refuses to close one that is not open."""
-        status, _ = await self._http.call(
-            "POST", "/end_weight_update", {}, self._limits.control_s, "readiness"
-        )
-        return status != 404
 
     async def load(self) -> EngineLoad:
         """Its load now."""
@@ -271,9 +237,7 @@ class HttpEngineClient:
                 url=self._url,
             )
         body = (
-            memory_body(bucket)
-            if bucket.cuda is None
-            else cuda_body(bucket, num_ranks=info.digest.tensor)
+            memory_body(bucket) if bucket.cuda is None else cuda_body(bucket, num_ranks=info.tensor)
         )
         await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
 
@@ -346,15 +310,34 @@ class HttpEngineClient:
             "/weights_checker", {"action": "checksum"}, limit_s=self._limits.checksum_s
         )
         sums: dict[str, str] = {}
-        ranks = cast(list[Mapping[str, Any]], answer.get("ranks") or [])
-        for rank in ranks:
-            # Each tensor-parallel rank holds its shards under the names of whole tensors.
-            where = f"{rank['parallelism_info']['tp_rank']}/" if len(ranks) > 1 else ""
-            found = cast(Mapping[str, str], rank["checksums"])
-            sums.update({f"{where}{name}": checksum for name, checksum in found.items()})
+        for rank in cast(list[Mapping[str, Any]], answer.get("ranks") or []):
+            for name, found in cast(Mapping[str, str], rank["checksums"]).items():
+                if sums.setdefault(name, found) != found:
+                    raise ContractViolation(
+                        f"ranks of the engine hold different {name}", url=self._url, tensor=name
+                    )
         if not sums:
             raise ContractViolation("the engine told no checksums", url=self._url)
         return sums
+
+    # Memory
+
+    async def release_memory(self) -> None:
+        """Give the GPU memory of weights and KV back; the engine must have been paused by abort.
+
+        The weights are gone: only a publication makes it serve again. Needs an engine that was
+        started to sleep.
+        """
+        if self._paused != "abort":
+            # Upstream asserts that nothing runs or waits, and its whole server ends.
+            raise EngineRefused(
+                "memory is released under a pause by abort only: nothing may run", url=self._url
+            )
+        await self._control("/release_memory_occupation", {})
+
+    async def resume_memory(self) -> None:
+        """Take the memory again; weights and prefixes in it mean nothing yet."""
+        await self._control("/resume_memory_occupation", {})
 
     def _check_flush(self, flush: bool) -> None:
         """SGLang's server ends when an update flushes the cache under retracted requests."""
@@ -403,23 +386,12 @@ class HttpEngineClient:
         return {}
 
 
-def _weights_of(server: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine's own facts say about its weights, as fields of EngineInfo."""
-    if "tp_size" not in server:
-        return {"shares": "memory" if server.get("opens_shared_memory") else "none"}
-    on_gpu = str(server.get("device", "cuda")).startswith("cuda")
-    return {
-        "digest": WeightDigest(
-            names="fused",
-            tensor=int(server["tp_size"]),
-            hash="mix64" if on_gpu else "sha256",
-        ),
-        "shares": "cuda" if on_gpu else "none",
-        "flat_broadcast": True,
-    }
-
-
-_EMPTY = ("/abort_request", "/flush_cache")
+_EMPTY = (
+    "/abort_request",
+    "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+)
 """Calls that answer no JSON object."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -10,6 +11,8 @@ from configs.run import RunSpec
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.protocol import EngineOwner
+from runtime.engines.sglang.owner import SglangOwner
+from runtime.engines.sglang.settings import SglangSettings
 
 
 def engine_owner(
@@ -21,6 +24,7 @@ def engine_owner(
     log_path: Path,
     threads: int,
     host: str = "127.0.0.1",
+    scratch: Path | None = None,
 ) -> EngineOwner:
     """The owner of one slot; nothing is started yet.
 
@@ -32,7 +36,19 @@ def engine_owner(
         log_path: the server's stderr is appended here.
         threads: of its arithmetic, on CPU.
         host: address it listens on.
+        scratch: a short folder on its host's disk for what a server keeps while it lives; None, or
+            one that is not there: the temporary folder.
     """
+    if spec.rollout.engine == "sglang":
+        return SglangOwner(
+            slot=slot,
+            settings=_sglang_settings(
+                spec, model=model, slot=slot, api_key=api_key, threads=threads, host=host
+            ),
+            log_path=str(log_path),
+            scratch=None if scratch is None else str(scratch),
+            start_deadline_s=spec.rollout.engine_start_deadline,
+        )
     rollout = spec.rollout
     settings = EngineSettings.model_validate(
         {
@@ -48,4 +64,32 @@ def engine_owner(
             **rollout.engine_args,
         }
     )
-    return EmbeddedOwner(slot=slot, settings=settings, log_path=str(log_path))
+    return EmbeddedOwner(
+        slot=slot,
+        settings=settings,
+        log_path=str(log_path),
+        start_deadline_s=rollout.engine_start_deadline,
+    )
+
+
+def _sglang_settings(
+    spec: RunSpec, *, model: str, slot: int, api_key: str, threads: int, host: str
+) -> SglangSettings:
+    rollout = spec.rollout
+    return SglangSettings(
+        model_path=model,
+        python=str(rollout.engine_python or sys.executable),
+        host=host,
+        api_key=SecretStr(api_key),
+        device="cuda" if spec.launch.gpus_per_replica else "cpu",
+        dtype=spec.model.dtype,
+        tensor=rollout.tensor,
+        max_running_requests=rollout.max_running_requests,
+        waiting_timeout_s=rollout.waiting_deadline,
+        running_timeout_s=rollout.running_deadline,
+        watchdog_timeout_s=rollout.engine_watchdog_timeout,
+        seed=spec.seed + slot,
+        threads=threads,
+        sleeps=rollout.sleep,
+        args=dict(rollout.engine_args),
+    )

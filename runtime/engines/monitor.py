@@ -25,7 +25,7 @@ from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
 from runtime.engines.protocol import EngineAddress, EngineClient
-from runtime.errors import RunError
+from runtime.errors import RunError, TransportError
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 
@@ -35,6 +35,8 @@ EXIT_POLL_S = 1.0
 """How often the server processes are looked at."""
 DETECT_SLACK_S = 5.0
 """Beyond ``interval_s * misses``, from a hang to the engine's death at the latest."""
+SILENT_S = 4.0
+"""For any answer at all, of an engine that a publication could not use."""
 HOUR_S = 3600.0
 _log = get_logger()
 
@@ -211,18 +213,53 @@ class HealthMonitor:
         await self._bury(slot)
         return True
 
-    async def bury_exited(self) -> list[int]:
-        """End every engine whose process is gone, without waiting for the next look; which slots.
+    async def bury_lost(self) -> list[int]:
+        """End every engine that is gone or answers nothing, without waiting for a look or a round.
 
-        After a publication failed: its retry must not meet an engine that cannot answer any more.
+        After a publication failed: it paused the monitor, and its retry must not meet an engine
+        that cannot take part any more. With its own wait of 30 s for an answer, a hung engine is
+        dead here in the same time as by probes. Returns which slots.
         """
         gone: list[int] = []
-        for engine in self._pool.live():
-            if not await self._runners[engine.slot].is_running():
-                reason = "its server process has exited"
-                if await self.kill(engine.slot, engine.incarnation, reason):
-                    gone.append(engine.slot)
-        return gone
+
+        async def look(engine: LiveEngine) -> None:
+            reason = await self._why_lost(engine)
+            if reason is not None and await self.kill(engine.slot, engine.incarnation, reason):
+                gone.append(engine.slot)
+
+        async with anyio.create_task_group() as tasks:
+            for engine in self._pool.live():
+                tasks.start_soon(look, engine)
+        return sorted(gone)
+
+    async def _why_lost(self, engine: LiveEngine) -> str | None:
+        if not await self._runners[engine.slot].is_running():
+            return "its server process has exited"
+        if self._settings.enabled and await self._is_silent(engine.client):
+            return f"it answered nothing for {SILENT_S:g} s after a publication had failed"
+        return None
+
+    async def _is_silent(self, client: EngineClient) -> bool:
+        """No answer of any kind; a refusal is one, and a paused engine still tells its load."""
+        has_answered = False
+
+        async def ask(scope: anyio.CancelScope) -> None:
+            nonlocal has_answered
+            try:
+                await client.load()
+            except TransportError:
+                pass
+            except RunError:
+                has_answered = True
+            else:
+                has_answered = True
+            scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, tasks.cancel_scope)
+            await self._sleep(SILENT_S)
+            tasks.cancel_scope.cancel()
+        return not has_answered
 
     def is_exhausted(self, slot: int) -> bool:
         """The slot has used up its restarts of this hour, or recovery is off."""

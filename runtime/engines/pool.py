@@ -101,8 +101,8 @@ class SlotView:
 
 class _Slot:
     __slots__ = (
-        "active", "address", "client", "info", "policy", "reason", "route", "since", "slot",
-        "state",
+        "active", "address", "client", "info", "policy", "reason", "rests", "route", "since",
+        "slot", "state",
     )  # fmt: skip
 
     def __init__(self, slot: int, now: float) -> None:
@@ -116,6 +116,7 @@ class _Slot:
         self.policy: PolicyId | None = None
         self.route: Route | None = None
         self.active = 0
+        self.rests = False
 
     @property
     def incarnation(self) -> str | None:
@@ -249,6 +250,25 @@ class EnginePool:
             self._move(found, SlotState.RETIRED, reason)
             self._let_go(found)
 
+    def rest(self, slot: int, incarnation: str) -> bool:
+        """Send an engine no new work until ``end_rests``, if another one can take it.
+
+        Returns:
+            Whether it rests; False when it is the last that serves.
+        """
+        found = self._present(slot, incarnation)
+        if found is None:
+            return True
+        found.rests = True
+        if not self.is_available:
+            found.rests = False
+        return found.rests
+
+    def end_rests(self) -> None:
+        """Every engine may be given work again."""
+        for slot in self._slots:
+            slot.rests = False
+
     # --- Routing ------------------------------------------------------------------------------
 
     def choose(self, prefer: Route | None = None) -> Route:
@@ -268,13 +288,14 @@ class EnginePool:
         if prefer is not None:
             slot = self._slots[prefer.slot]
             is_same = slot.route is not None and slot.route.incarnation == prefer.incarnation
-            if is_same and slot.state is SlotState.HEALTHY and slot.policy in self._served:
+            is_open = slot.state is SlotState.HEALTHY and not slot.rests
+            if is_same and is_open and slot.policy in self._served:
                 return cast(Route, slot.route)
         for state in (SlotState.HEALTHY, SlotState.SUSPECT):
             for policy in self._served:
                 best: _Slot | None = None
                 for slot in self._slots:
-                    if slot.state is state and slot.policy == policy:
+                    if slot.state is state and slot.policy == policy and not slot.rests:
                         best = slot if best is None or slot.active < best.active else best
                 if best is not None and best.route is not None:
                     return best.route
@@ -288,7 +309,9 @@ class EnginePool:
     def is_available(self) -> bool:
         """``choose`` would find an engine now."""
         ready = (SlotState.HEALTHY, SlotState.SUSPECT)
-        return any(s.state in ready and s.policy in self._served for s in self._slots)
+        return any(
+            s.state in ready and s.policy in self._served and not s.rests for s in self._slots
+        )
 
     def enter(self, route: Route, num_samples: int) -> None:
         """A call with so many samples goes to this engine; ``leave`` must follow."""
@@ -369,7 +392,7 @@ class EnginePool:
         if slot.client is not None:
             self._leaving.append(slot.client)
         slot.client = slot.address = slot.info = slot.policy = slot.route = None
-        slot.active = 0
+        slot.active, slot.rests = 0, False
 
     def _move(self, slot: _Slot, state: SlotState, reason: str) -> None:
         if faults.plan is not None:

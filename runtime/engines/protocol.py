@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Span
 from runtime.policy import PolicyId
 
@@ -46,6 +47,8 @@ class GenerateRequest:
     n: int = 1
     salt: str | None = None
     """Prefix-cache key, the policy id where the engine takes one."""
+    router: RouterShape | None = None
+    """Ask which experts read each token; the model's shape, by which the answer is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,8 @@ class Generation:
     abort_message: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    routed: RoutedExperts | None = None
+    """Choices of experts for prompt and response; None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +81,9 @@ class EngineLoad:
     """Tokens generated since start; None where the engine does not count. Progress is life."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightDigest:
-    """How an engine says which weights it holds (``runtime.publication.digests``)."""
-
-    names: Literal["hf", "fused"] = "hf"
-    """``fused``: q, k and v as one tensor, gate and up as one, the vocabulary padded."""
-    tensor: int = 1
-    """Ranks of the engine, each with its shards; names carry the rank when there are several."""
-    hash: Literal["sha256", "mix64"] = "sha256"
-    """``sha256``: first 64 bits of it. ``mix64``: SGLang's own on a GPU."""
-
+WeightHash = Literal["sha256", "mix64"]
+"""How an engine hashes a weight: first 64 bits of SHA-256, or ``runtime.publication.mix64``, which
+a GPU computes where the weights lie."""
 
 Sharing = Literal["none", "memory", "cuda"]
 """Which shared memory an engine opens: none, files in memory, or the trainer's on its GPU."""
@@ -100,13 +97,19 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     max_running_requests: int
+    """Serving slots as they turned out; 0 where the engine does not say."""
     native_spans: bool
-    """Per-token spans survive a swap in place."""
+    """Per-token spans survive a swap in place: proved by a swap."""
     takes_salt: bool
+    """A salt keeps cached prefixes apart."""
+    forgets_prefixes: bool = False
+    """No cached prefix is used under other weights than made it, whatever the salt says."""
     update_bracket: bool
     """/begin_weight_update and /end_weight_update must surround tensor updates."""
-    digest: WeightDigest = WeightDigest()
-    """How ``checksums`` names and hashes its weights."""
+    hash: WeightHash = "sha256"
+    """Of ``checksums``."""
+    tensor: int = 1
+    """Tensor-parallel ranks."""
     flat_broadcast: bool = False
     """Takes a whole bucket as one broadcast of its bytes."""
     shares: Sharing = "none"
@@ -230,6 +233,14 @@ class EngineClient(Protocol):
 
     async def checksums(self) -> dict[str, str]:
         """Checksum of every weight it holds, by HF name (``runtime.publication.checksum``)."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Give the GPU memory back, under a pause by abort; the weights are gone."""
+        ...
+
+    async def resume_memory(self) -> None:
+        """Take it again; only a publication makes the engine serve."""
         ...
 
     async def close(self) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, cast
 
+from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Span
-from runtime.engines.answers import classify
+from runtime.engines.answers import classify, message_of
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
@@ -25,6 +26,8 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
         "sampling_params": _sampling(request.sampling, request.n),
         "return_logprob": True,
     }
+    if request.router is not None:
+        body["return_routed_experts"] = True
     if request.salt is not None:
         body["extra_key"] = request.salt
     return body
@@ -48,24 +51,25 @@ def _sampling(settings: SamplingSettings, n: int) -> dict[str, object]:
     return params
 
 
-def generations(answer: object, *, n: int) -> list[Generation]:
+def generations(answer: object, *, n: int, router: RouterShape | None = None) -> list[Generation]:
     """Read the body of a 200 answer.
 
     Args:
         answer: parsed JSON: one sample, or an array of them.
         n: samples that were asked for.
+        router: of the model, where choices of experts were asked for.
 
     Raises:
         RunError: of the class the samples' finish reasons stand for (see ``answers.classify``).
         ContractViolation: if the answer is not what the contract says: another number of samples,
             missing or disagreeing log-probs, spans that do not tile, a version that is no policy
-            id.
+            id, choices of experts that cannot be.
     """
     samples = cast(list[object], answer if isinstance(answer, list) else [answer])
     if len(samples) != n:
         raise ContractViolation(f"asked for {n} samples and got {len(samples)}", num_samples=n)
     try:
-        return [_generation(cast(dict[str, Any], sample)) for sample in samples]
+        return [_generation(cast(dict[str, Any], sample), router) for sample in samples]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ContractViolation(
             f"an answer of /generate is not what the contract says: {error!r}",
@@ -73,13 +77,36 @@ def generations(answer: object, *, n: int) -> list[Generation]:
         ) from error
 
 
-def _generation(sample: Mapping[str, Any]) -> Generation:
+def aborted_early(status: int, body: object, request: GenerateRequest) -> list[Generation] | None:
+    """What an abort leaves of a request that had not reached the decoder; None for other answers.
+
+    SGLang answers such a one with an error that names it, instead of with partial responses.
+    """
+    if status not in (400, 499) or message_of(body) != f"Request {request.rid} was aborted":
+        return None
+    return [_nothing("Aborted")] * request.n
+
+
+def _nothing(message: str | None) -> Generation:
+    return Generation(
+        token_ids=(),
+        logprobs=(),
+        spans=(),
+        prefill=PolicyId(0, 0),  # of nobody: nothing was read
+        finish="abort",
+        abort_message=message,
+    )
+
+
+def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Generation:
     meta: Mapping[str, Any] = sample["meta_info"]
     finish: Mapping[str, Any] = meta["finish_reason"]
     failure = classify(200, None, finish)
     if failure is not None:
         raise failure
     tokens = tuple(cast(list[int], sample["output_ids"]))
+    if finish["type"] == "abort" and not tokens:
+        return _nothing(finish.get("message"))  # a waiting request tells little else
     triples: list[list[Any]] = meta.get("output_token_logprobs") or []
     if len(triples) != len(tokens) or any(t[1] != k for t, k in zip(triples, tokens, strict=True)):
         raise ContractViolation(
@@ -99,9 +126,16 @@ def _generation(sample: Mapping[str, Any]) -> Generation:
         prefill=spans[0].policy if spans else _policy(meta["weight_version"]),
         finish=cast(Literal["stop", "length", "abort"], finish["type"]),
         abort_message=finish.get("message"),
-        prompt_tokens=int(meta["prompt_tokens"]),
+        # Not told of a request that was aborted while it waited.
+        prompt_tokens=int(meta.get("prompt_tokens", 0)),
         cached_tokens=int(meta.get("cached_tokens") or 0),
+        routed=None if router is None or not tokens else _routed(meta, len(tokens), router),
     )
+
+
+def _routed(meta: Mapping[str, Any], num_tokens: int, router: RouterShape) -> RoutedExperts:
+    whole = int(meta["prompt_tokens"]) + num_tokens
+    return RoutedExperts.decode(meta.get("routed_experts"), num_tokens=whole, shape=router)
 
 
 def _spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Span, ...]:

@@ -89,7 +89,7 @@ POINTS: tuple[Point, ...] = (
     Point("session.outcome", "runtime.session.driver:main", "all is done, the last words are not"),
     # Commit
     Point("commit.begin", _COMMIT + "_commit", "a state is copied, none of it is written"),
-    Point("commit.save", "runtime.trainer.torch.state:Staging.write", "written, not durable"),
+    Point("commit.save", "runtime.trainer.torch.staging:Staging.write", "tensors are durable"),
     Point("commit.record", _COMMIT + "_append", "everything is durable but the record"),
     Point("commit.recorded", _COMMIT + "_commit", "the record stands, nobody was told"),
     Point("ledger.segment", _COMMIT + "_write_segment", "the folder is there, the ledger is not"),

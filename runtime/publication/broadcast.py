@@ -12,13 +12,13 @@ from typing import Protocol
 import anyio
 import structlog
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.collective_step import Blame, CollectiveStep, Reason, reason_of
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.groups import GroupPlan, members_of, plan_group
-from runtime.publication.protocol import ONLY_HF, Snapshot, Target, TransferOutcome
+from runtime.publication.protocol import ONLY_SHA256, Snapshot, Target, TransferOutcome
 from runtime.publication.update_sessions import UpdateSessions
 from runtime.waits import Wait, stretched
 
@@ -39,7 +39,7 @@ class Described(Protocol):
         ...
 
     @property
-    def digests(self) -> Mapping[WeightDigest, Mapping[str, str]]:
+    def digests(self) -> Mapping[WeightHash, Mapping[str, str]]:
         """By each kind that was asked for."""
         ...
 
@@ -52,7 +52,7 @@ class Described(Protocol):
 class BroadcastSource(Protocol):
     """The trainer group, as this transport sees it: ``BroadcastSender`` on every rank."""
 
-    async def describe(self, kinds: frozenset[WeightDigest]) -> Described:
+    async def describe(self, kinds: frozenset[WeightHash]) -> Described:
         """Specs by bucket and digests of the current weights."""
         ...
 
@@ -114,7 +114,9 @@ class BroadcastTransport:
         self.num_groups = 0
         """Groups made so far."""
 
-    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
+    async def prepare(
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> Snapshot:
         """Describe the trainer's weights, which stand still until the publication is decided."""
         with self._diagnostics.step("export", policy=policy):
             described = self._described[policy] = await self._source.describe(kinds)

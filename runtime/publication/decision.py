@@ -64,8 +64,8 @@ class Decision(BaseModel):
     stages_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Seconds per stage that was begun, in order."""
     pause_s: float | None = None
-    """From the first pause call to the last resume answer; None when nothing resumed. In ``rolling``
-    of the engine that stood longest."""
+    """From the first pause call to the last resume answer; None when nothing resumed. Of the engine
+    that stood longest, in ``rolling``."""
     started_at: float
     """Wall clock, seconds since the Unix epoch."""
 

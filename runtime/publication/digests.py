@@ -1,4 +1,4 @@
-"""What an engine must say about weights that are streaming by, for each kind of engine."""
+"""What engines must answer about weights that are streaming by: one walk, every hash asked for."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Self
 
 import torch
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.publication.checksum import Checksums
-from runtime.publication.fused import Fusing
-from runtime.publication.mix64 import digest, tiles
+from runtime.publication.mix64 import Tiles
 
 Digest = dict[str, str]
 
 
 class Digests:
-    """Digests of one export, of every kind that some engine of this publication speaks.
+    """Digests of one export.
 
     Args:
-        kinds: at least one.
+        hashes: at least one.
         total_bytes: of the export.
         ahead_bytes: how much may wait for its checksum.
     """
 
-    def __init__(self, kinds: Iterable[WeightDigest], total_bytes: int, ahead_bytes: int) -> None:
-        self._streams = {kind: _Stream(kind, total_bytes, ahead_bytes) for kind in kinds}
+    def __init__(self, hashes: Iterable[WeightHash], total_bytes: int, ahead_bytes: int) -> None:
+        wanted = frozenset(hashes)
+        self._sums = Checksums(total_bytes, ahead_bytes) if "sha256" in wanted else None
+        self._tiles = Tiles() if "mix64" in wanted else None
         self.num_bytes = 0
         """Bytes of all tensors so far."""
 
@@ -39,8 +40,8 @@ class Digests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for stream in self._streams.values():
-            stream.sums.__exit__(kind, error, trace)
+        if self._sums is not None:
+            self._sums.__exit__(kind, error, trace)
 
     def add(self, name: str, tensor: torch.Tensor, host: torch.Tensor | None = None) -> None:
         """Take one tensor; its elements must not change before ``result``.
@@ -51,44 +52,16 @@ class Digests:
             host: the same in host memory, where there is such a copy already.
         """
         self.num_bytes += tensor.nbytes
-        for kind, stream in self._streams.items():
-            if kind.hash == "sha256" and tensor.is_cuda:
-                host = tensor.detach().contiguous().cpu() if host is None else host
-                stream.add(name, host)
-            else:
-                stream.add(name, tensor)
+        if self._tiles is not None:
+            self._tiles.add(name, tensor)
+        if self._sums is not None:
+            self._sums.add(name, tensor.detach().contiguous().cpu() if host is None else host)
 
-    def result(self) -> dict[WeightDigest, Digest]:
-        """All digests by kind and name.
-
-        Raises:
-            ContractViolation: if the export was not whole.
-        """
-        return {kind: stream.result() for kind, stream in self._streams.items()}
-
-
-class _Stream:
-    def __init__(self, kind: WeightDigest, total_bytes: int, ahead_bytes: int) -> None:
-        self._fusing = Fusing(kind.tensor) if kind.names == "fused" else None
-        self._mixes = kind.hash == "mix64"
-        self._tiles: list[tuple[str, torch.Tensor]] = []
-        self.sums = Checksums(0 if self._mixes else total_bytes, ahead_bytes)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        named = [(name, tensor)] if self._fusing is None else self._fusing.push(name, tensor)
-        for held_name, held in named:
-            if self._mixes:
-                self._tiles.append((held_name, tiles(held)))
-            else:
-                self.sums.add(held_name, held)
-
-    def result(self) -> Digest:
-        if self._fusing is not None:
-            self._fusing.finish()
-        if not self._mixes:
-            return self.sums.result()
-        if not self._tiles:
-            return {}
-        # One copy for all: each would wait for the device.
-        totals = torch.stack([part.sum() for _, part in self._tiles]).tolist()
-        return {name: digest(t) for (name, _), t in zip(self._tiles, totals, strict=True)}
+    def result(self) -> dict[WeightHash, Digest]:
+        """All digests by hash and HF name."""
+        found: dict[WeightHash, Digest] = {}
+        if self._sums is not None:
+            found["sha256"] = self._sums.result()
+        if self._tiles is not None:
+            found["mix64"] = self._tiles.result()
+        return found

@@ -14,12 +14,12 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.errors import EngineRefused, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.places import Place, Places
-from runtime.publication.protocol import ONLY_HF, Snapshot, Target, TransferOutcome
+from runtime.publication.protocol import ONLY_SHA256, Snapshot, Target, TransferOutcome
 from runtime.publication.scratch import Scratch, scratch_root, sweep
 from runtime.waits import Wait
 
@@ -38,7 +38,7 @@ class Written(Protocol):
         ...
 
     @property
-    def digests(self) -> Mapping[WeightDigest, Mapping[str, str]]:
+    def digests(self) -> Mapping[WeightHash, Mapping[str, str]]:
         """As they left the trainer, by each kind that was asked for."""
         ...
 
@@ -52,7 +52,7 @@ class WeightSource(Protocol):
     """The trainer group, as this transport sees it."""
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> Written:
         """Write the current weights into ``folder`` (``runtime.publication.snapshot``)."""
         ...
@@ -81,7 +81,9 @@ class DiskTransport:
         self._places = Places()
         self._diagnostics = diagnostics or Diagnostics.off()
 
-    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
+    async def prepare(
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> Snapshot:
         """Have the trainer write the snapshot into a folder nobody reads."""
         place = self._places.take()
         folder = self._folder(place)

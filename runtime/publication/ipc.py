@@ -14,13 +14,13 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.engines.shared import SharedBucket
 from runtime.errors import EngineRefused, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.places import Place, Places
-from runtime.publication.protocol import ONLY_HF, Snapshot, Target, TransferOutcome
+from runtime.publication.protocol import ONLY_SHA256, Snapshot, Target, TransferOutcome
 from runtime.publication.scratch import Scratch, scratch_root, sweep
 from runtime.publication.update_sessions import UpdateSessions
 from runtime.waits import Wait
@@ -40,7 +40,7 @@ class Packed(Protocol):
         ...
 
     @property
-    def digests(self) -> Mapping[WeightDigest, Mapping[str, str]]:
+    def digests(self) -> Mapping[WeightHash, Mapping[str, str]]:
         """Of the trainer's own tensors, by each kind that was asked for."""
         ...
 
@@ -53,9 +53,7 @@ class Packed(Protocol):
 class IpcSource(Protocol):
     """The trainer group, as this transport sees it."""
 
-    async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
-    ) -> Packed:
+    async def share_weights(self, place: int, folder: str, kinds: frozenset[WeightHash]) -> Packed:
         """Pack the current weights into the buckets of ``place`` (``runtime.publication.sharing``).
 
         ``folder`` is where files in memory go; on a GPU it stays empty.
@@ -88,7 +86,9 @@ class IpcTransport:
         self._sessions = UpdateSessions()
         self._diagnostics = diagnostics or Diagnostics.off()
 
-    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
+    async def prepare(
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> Snapshot:
         """Have the trainer pack its weights where nobody reads."""
         place = self._places.take()
         folder = self._scratch.path / str(place.number)
@@ -142,6 +142,12 @@ class IpcTransport:
         self._buckets.clear()
         await anyio.to_thread.run_sync(self._scratch.close)
 
+    async def _load_one(
+        self, target: Target, index: int, bucket: SharedBucket, flush: bool
+    ) -> None:
+        with self._diagnostics.step("load", target=target, bucket=index):
+            await target.client.update_from_shared(bucket, flush=flush)
+
     async def _load(
         self,
         place: Place,
@@ -158,12 +164,16 @@ class IpcTransport:
         try:
             async with Wait(f"engine {target.slot} to load {len(buckets)} buckets", deadline_s):
                 await self._sessions.begin(target)
-                for index, bucket in enumerate(buckets):
-                    at = f"bucket {index} of {len(buckets)} at place {place.number}"
-                    last = index == len(buckets) - 1
-                    with self._diagnostics.step("load", target=target, bucket=index):
-                        await target.client.update_from_shared(bucket, flush=flush and last)
+                at = f"the buckets of place {place.number}"
+                # Side by side: an engine takes one after the other, and no answer is waited for
+                # between them. The last one comes alone, since it may flush the cache.
+                async with anyio.create_task_group() as tasks:
+                    for index, bucket in enumerate(buckets[:-1]):
+                        tasks.start_soon(self._load_one, target, index, bucket, False)
+                await self._load_one(target, len(buckets) - 1, buckets[-1], flush)
                 await self._sessions.end(target)
+        except ExceptionGroup as group:
+            error = first_error(group)
         except Exception as exc:  # one engine's failure is an outcome, whatever its client raised
             error = exc
         if error is None or isinstance(error, EngineRefused):
@@ -175,3 +185,9 @@ class IpcTransport:
             elapsed_s=anyio.current_time() - start,
             kind="" if error is None else type(error).__name__,
         )
+
+
+def first_error(group: ExceptionGroup[Exception]) -> Exception:
+    """The first that is no group itself."""
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, ExceptionGroup) else error

@@ -1,9 +1,11 @@
-"""SGLang's digest of a tensor in device memory: 64 bits, made by the device itself.
+"""A digest of a tensor that a GPU makes where the tensor lies: 64 bits, at the speed of memory.
 
 A tensor is read as 32-bit words, in tiles. Each word is mixed with its place, by MurmurHash3's
 finaliser (Appleby, public domain); a tile is the sum of its words, mixed once more, in two halves
 with two seeds; the digest is the sum of all tiles, mixed by SplitMix64's finaliser (Steele, Lea and
-Flood 2014). What is computed must equal what an engine computes; constants and tile size are its.
+Flood 2014). SGLang names cached images by the same figure: constants and tile size are its.
+
+It finds what goes wrong by accident. Somebody who wants two tensors of one digest can make them.
 """
 
 # Kernels have no types that a checker could follow.
@@ -21,6 +23,31 @@ _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _MASK)
 _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
 """Factor of a word's place, and by how many bits the place is turned."""
 _C1, _C2 = 0x85EBCA6B, 0xC2B2AE35
+
+
+class Tiles:
+    """Digests of a stream of tensors; the device is waited for once, at the end."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tiles: list[torch.Tensor] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor; it may change as soon as the device has got there."""
+        self._names.append(name)
+        self._tiles.append(tiles(tensor))
+
+    def result(self) -> dict[str, str]:
+        """All digests, in the order of the tensors."""
+        if not self._names:
+            return {}
+        # Sums of all at once, by differences of running sums: a kernel each would take longer
+        # than the tiles. Sums wrap, and only their lowest 64 bits count.
+        running = torch.cat([torch.zeros_like(self._tiles[0][:1]), *self._tiles]).cumsum(0).cpu()
+        ends = torch.tensor([part.numel() for part in self._tiles]).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        totals: list[int] = (running[ends] - running[starts]).tolist()
+        return {name: digest(t) for name, t in zip(self._names, totals, strict=True)}
 
 
 def tiles(tensor: torch.Tensor) -> torch.Tensor:

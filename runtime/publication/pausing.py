@@ -1,21 +1,23 @@
 """How an engine is paused for a swap, and what becomes of its cached prefixes.
 
-Keys and values computed under old weights are never served as new ones. These pairs are allowed:
+Keys and values computed under old weights are never served as new ones. Allowed pairs:
 
 =========  =====  =========================================================================
 pause      flush  why it is right
 =========  =====  =========================================================================
 in_place   no     running requests go on over their old prefix: a mixed-policy response, whose
-                  spans the engine reports; a new request carries the policy id as salt
+                  spans the engine reports; the engine forgets every prefix that old weights made
 retract    no     running requests give up their place and read prompt and partial again under
-                  the new weights: exact, and dearer; the salt keeps new requests from old
-                  entries, which cannot be flushed beside a waiting request
-abort      no     nothing runs any more; a new request's salt misses every old entry
-abort      yes    nothing runs any more, and the engine takes no salt
+                  the new weights: exact, and dearer; the engine forgets as above, for nothing
+                  can be flushed beside a waiting request
+abort      no     nothing runs any more, and the engine forgets such prefixes
+abort      yes    nothing runs any more, and nothing is left in the cache
 =========  =====  =========================================================================
 
-In place without salt is left out on purpose: a cache cannot be flushed under running requests, so
-a new request could hit a prefix of the old policy and say it was prefilled by the new one.
+A salt is not enough for a swap without a flush. A request that waits inside the engine, or was on
+its way when the engine was paused, comes with the old policy as its salt: under it the new weights
+would find prefixes of the old ones and say they had read them. So either the engine itself forgets
+them (``EngineInfo.forgets_prefixes``), or the cache is flushed.
 """
 
 from __future__ import annotations
@@ -50,6 +52,6 @@ def plan_pause(
         mode: of the publication.
         pause: what is wanted in ``refresh``; taken where it is exact.
     """
-    if mode == "refresh" and info.native_spans and info.takes_salt:
+    if mode == "refresh" and info.native_spans and info.forgets_prefixes:
         return PausePlan(pause=pause, flush=False)
-    return PausePlan(pause="abort", flush=mode != "refresh" or not info.takes_salt)
+    return PausePlan(pause="abort", flush=mode != "refresh" or not info.forgets_prefixes)

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.engines.protocol import EngineClient, WeightDigest
+from runtime.engines.protocol import EngineClient, WeightHash
 from runtime.policy import PolicyId
 
-HF_SHA256 = WeightDigest()
-ONLY_HF = frozenset({HF_SHA256})
-"""What engines say unless they say otherwise."""
+ONLY_SHA256: frozenset[WeightHash] = frozenset({"sha256"})
+"""What engines answer unless they say otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +35,10 @@ class Snapshot:
     num_bytes: int
     path: str | None
     """Folder with safetensors for transports that go through files."""
-    digests: Mapping[WeightDigest, Mapping[str, str]] = field(
-        default_factory=dict[WeightDigest, Mapping[str, str]]
+    digests: Mapping[WeightHash, Mapping[str, str]] = field(
+        default_factory=dict[WeightHash, Mapping[str, str]]
     )
-    """Of the trainer's own tensors as they leave it: by kind of engine, then by name."""
+    """Of the trainer's own tensors as they leave it: by hash, then by HF name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,14 @@ class PublicationTransport(Protocol):
     brings_up_one: bool
     """Can bring a single restarted engine up to date (a fixed-size collective cannot)."""
 
-    async def prepare(self, policy: PolicyId, kinds: frozenset[WeightDigest] = ONLY_HF) -> Snapshot:
+    async def prepare(
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> Snapshot:
         """Make the snapshot while engines still serve; the trainer's weights stand still meanwhile.
 
-        ``kinds`` are the digests that some engine will answer when it is verified. Asked again for the same policy it makes a new one. Raises whatever the trainer or the
-        file system raises; engines have not been touched then.
+        ``kinds`` are the hashes that some engine will answer with when it is verified. Asked again
+        for the same policy it makes a new one. Raises whatever the trainer or the file system
+        raises; engines have not been touched then.
         """
         ...
 

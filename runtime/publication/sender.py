@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from runtime.engines.collective import CollectiveGroup
-from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import ContractViolation
 from runtime.publication.digests import Digest, Digests
 from runtime.publication.groups import GroupPlan
 from runtime.publication.limits import BUCKET_BYTES
-from runtime.publication.protocol import ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport
 
@@ -30,7 +30,7 @@ from runtime.publication.snapshot import WeightExport
 class Description:
     """What a broadcast will carry."""
 
-    digests: dict[WeightDigest, Digest]
+    digests: dict[WeightHash, Digest]
     buckets: tuple[tuple[TensorSpec, ...], ...]
     """Specs of each bucket, in the order they are sent."""
     num_bytes: int
@@ -62,7 +62,7 @@ class BroadcastSender:
         self._next = 0
         self._export: Iterator[list[tuple[str, torch.Tensor]]] | None = None
 
-    def describe(self, kinds: Iterable[WeightDigest] = ONLY_HF) -> Description:
+    def describe(self, kinds: Iterable[WeightHash] = ONLY_SHA256) -> Description:
         """Walk through the export once for specs and digests; nothing is sent."""
         total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
         buckets: list[tuple[TensorSpec, ...]] = []

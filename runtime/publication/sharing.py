@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.engines.shared import CudaHandle, SharedBucket, SharedTensor, lay_out
 from runtime.errors import ContractViolation
 from runtime.publication.digests import Digest, Digests
 from runtime.publication.limits import BUCKET_BYTES
-from runtime.publication.protocol import ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport, join_export
 from runtime.rundir.atomic import disk_full_as_error
@@ -33,7 +33,7 @@ class SharedWeights:
     num_tensors: int
     num_bytes: int
     """Of the tensors' data."""
-    digests: dict[WeightDigest, Digest]
+    digests: dict[WeightHash, Digest]
     buckets: tuple[SharedBucket, ...]
 
 
@@ -64,7 +64,7 @@ class WeightSharing:
         self._buffers: dict[tuple[int, int], _Buffer] = {}
 
     def share(
-        self, place: int, folder: str, kinds: Iterable[WeightDigest] = ONLY_HF
+        self, place: int, folder: str, kinds: Iterable[WeightHash] = ONLY_SHA256
     ) -> SharedWeights | None:
         """Pack the current weights into the buckets of ``place``; None on ranks other than 0.
 
@@ -108,7 +108,7 @@ class WeightSharing:
         buffer = self._buffer(place, index, num_bytes, device, folder)
         views = [_view(buffer.memory, place) for place in tensors]
         with torch.no_grad():
-            torch._foreach_copy_(views, [t.detach() for _, t in bucket])  # pyright: ignore
+            torch._foreach_copy_(views, [t.detach() for _, t in bucket])
         for (name, _), view in zip(bucket, views, strict=True):
             digests.add(name, view)
         return SharedBucket(

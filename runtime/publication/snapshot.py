@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import ContractViolation
 from runtime.publication.digests import Digest, Digests
 from runtime.publication.limits import BUCKET_BYTES
-from runtime.publication.protocol import HF_SHA256, ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import (
     INDEX,
     SafetensorsFile,
@@ -49,19 +49,19 @@ class WrittenSnapshot:
     num_tensors: int
     num_bytes: int
     """Of the tensors' data, headers not counted."""
-    digests: dict[WeightDigest, Digest]
-    """Of the tensors as they left the trainer, not as read back; by each kind asked for."""
+    digests: dict[WeightHash, Digest]
+    """Of the tensors as they left the trainer, not as read back; by each hash asked for."""
 
     @property
     def checksums(self) -> Digest:
         """SHA-256 by HF name; KeyError where it was not asked for."""
-        return self.digests[HF_SHA256]
+        return self.digests["sha256"]
 
 
 def write_snapshot(
     backend: WeightExport,
     folder: str,
-    kinds: Iterable[WeightDigest] = ONLY_HF,
+    kinds: Iterable[WeightHash] = ONLY_SHA256,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     shard_bytes: int = SHARD_BYTES,

@@ -28,6 +28,9 @@ Turn = Callable[[Target, "Swap"], Awaitable[None]]
 Drain = Callable[[], Awaitable[None]]
 """Closes admission, returns once no generation runs. What it closed its caller opens again."""
 
+Decided = Callable[[PolicyId, Sequence[Target]], None]
+"""``decided(policy, verified)``: the policy is published; verified engines are about to resume."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapParts:
@@ -66,6 +69,11 @@ class Swap:
         self._pause_s: float | None = None
         self._unflushed: list[Participant] = []
 
+    @property
+    def verified(self) -> list[Target]:
+        """Engines that nothing went wrong with so far: after ``verify`` they hold the policy."""
+        return [p.target for p in self._roll.sound]
+
     async def prepare(self) -> None:
         """Ask engines for their facts, then make the snapshot; engines still serve.
 
@@ -79,7 +87,7 @@ class Swap:
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                kinds = frozenset(p.info.digest for p in self._roll.sound if p.info is not None)
+                kinds = frozenset(p.info.hash for p in self._roll.sound if p.info is not None)
                 self.snapshot = await self._parts.transport.prepare(self.policy, kinds)
             check_snapshot(self.snapshot)
 
@@ -190,7 +198,7 @@ class Swap:
         async def one(participant: Participant) -> None:
             client, info = participant.target.client, participant.info
             assert info is not None
-            check_held(snapshot, await client.checksums(), info.digest)
+            check_held(snapshot, await client.checksums(), info.hash)
             if participant in self._unflushed:
                 # Engines of different abilities in one publication: the transfer flushed none.
                 await client.flush_cache()

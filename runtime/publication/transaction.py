@@ -24,13 +24,12 @@ from runtime.publication.limits import PublicationLimits
 from runtime.publication.pausing import PublicationMode, RefreshPause
 from runtime.publication.protocol import PublicationTransport, Snapshot, Target
 from runtime.publication.stage_log import StageEvent, StageLog, log_stage
-from runtime.publication.swap import Drain, Kill, Swap, SwapParts
+from runtime.publication.swap import Decided, Drain, Kill, Swap, SwapParts
 from runtime.telemetry.events import Event
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("publication")
 
 Rest = Callable[[Target], Awaitable[None]]
-Verified = Callable[[Target, PolicyId], None]
 
 
 class Publisher:
@@ -96,7 +95,7 @@ class Publisher:
         mode: PublicationMode,
         drain: Drain | None = None,
         rest: Rest | None = None,
-        verified: Verified | None = None,
+        decided: Decided | None = None,
     ) -> Decision:
         """Make ``policy`` the published one on every target that can be verified.
 
@@ -112,7 +111,8 @@ class Publisher:
             drain: needed in ``drain`` mode, not looked at otherwise.
             rest: needed in ``rolling`` mode: gives an engine no new work, and returns when it has
                 none left or its time for that is up.
-            verified: told in ``rolling`` mode of each engine that serves the new policy.
+            decided: told before anything resumes, so that no request goes to new weights with an
+                old policy as its salt; in ``rolling`` mode of each engine at its turn.
 
         Raises:
             PublicationFailed: if no target was verified, or one that was not could not be ended.
@@ -131,9 +131,9 @@ class Publisher:
             log = StageLog(policy, self._clock, self._stage_log)
             swap = Swap(self._parts, log, policy, targets, mode)
             stages = (
-                self._publish(swap, drain)
+                self._publish(swap, drain, decided)
                 if rest is None or mode != "rolling"
-                else self._roll(swap, rest, verified)
+                else self._roll(swap, rest, decided)
             )
             return await self._closed("publication", swap, stages)
 
@@ -189,7 +189,7 @@ class Publisher:
             self._snapshot = None
             await self._transport.close()
 
-    async def _publish(self, swap: Swap, drain: Drain | None) -> None:
+    async def _publish(self, swap: Swap, drain: Drain | None, decided: Decided | None) -> None:
         await swap.prepare()
         if drain is not None and not self._is_halted:
             # Halted engines stand paused: what they hold cannot end before the retry.
@@ -203,24 +203,26 @@ class Publisher:
         previous, self._snapshot = self._snapshot, swap.snapshot
         self._published = swap.policy
         self._is_halted = False
+        if decided is not None:
+            decided(swap.policy, swap.verified)
         await swap.resume()
         await self._kill_unresumed(swap)
         if previous is not None and previous.policy != swap.policy:
             await self._transport.release(previous.policy)
 
-    async def _roll(self, swap: Swap, rest: Rest, verified: Verified | None) -> None:
+    async def _roll(self, swap: Swap, rest: Rest, decided: Decided | None) -> None:
         await swap.prepare()
         previous = self._snapshot
 
         async def turn(target: Target, one: Swap) -> None:
             async with one.draining():
                 await rest(target)
-            await self._swap_in(one)
-            await one.kill_failed()
-            one.need_one()
+            await self._load(one)
             self._snapshot, self._published = swap.snapshot, swap.policy
-            if verified is not None:
-                verified(target, swap.policy)
+            if decided is not None:
+                decided(swap.policy, [target])
+            await one.resume()
+            await one.kill_failed()
 
         await swap.one_by_one(turn)
         if previous is not None and previous.policy != swap.policy:
@@ -252,11 +254,14 @@ class Publisher:
             await swap.kill_failed()
 
     async def _swap_in(self, swap: Swap) -> None:
+        await self._load(swap)
+        await swap.resume()
+
+    async def _load(self, swap: Swap) -> None:
         await swap.pause()
         await swap.transfer()
         await swap.verify()
         await swap.set_policy()
-        await swap.resume()
 
     def _snapshot_for(self, target: Target, policy: PolicyId) -> Snapshot:
         if not self._transport.brings_up_one:

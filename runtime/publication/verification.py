@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.errors import ContractViolation, EngineError
-from runtime.publication.protocol import HF_SHA256, Snapshot
+from runtime.publication.protocol import Snapshot
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -17,15 +17,17 @@ def check_snapshot(snapshot: Snapshot) -> None:
     """
     if snapshot.num_tensors == 0 or snapshot.num_bytes == 0:
         raise ContractViolation(f"the snapshot of {snapshot.policy} holds no weights")
+    if not snapshot.digests:
+        raise ContractViolation(f"the snapshot of {snapshot.policy} has no digests")
     for kind, digests in snapshot.digests.items():
-        if not digests or (kind.names == "hf" and len(digests) != snapshot.num_tensors):
+        if len(digests) != snapshot.num_tensors:
             raise ContractViolation(
                 f"the snapshot of {snapshot.policy} counts {snapshot.num_tensors} tensors "
                 f"and has {len(digests)} digests by {kind}"
             )
 
 
-def check_held(snapshot: Snapshot, held: Mapping[str, str], kind: WeightDigest = HF_SHA256) -> None:
+def check_held(snapshot: Snapshot, held: Mapping[str, str], kind: WeightHash = "sha256") -> None:
     """Compare what an engine holds with what left the trainer.
 
     A tensor's checksum covers all of its bytes, so equal checksums under equal names are equal
@@ -35,7 +37,7 @@ def check_held(snapshot: Snapshot, held: Mapping[str, str], kind: WeightDigest =
     Args:
         snapshot: what was published.
         held: what the engine answered.
-        kind: how it names and hashes its weights.
+        kind: the hash it answers with.
 
     Raises:
         EngineError: if anything differs; names up to three tensors of each kind.
@@ -43,8 +45,8 @@ def check_held(snapshot: Snapshot, held: Mapping[str, str], kind: WeightDigest =
     right_ones = snapshot.digests.get(kind)
     if right_ones is None:
         raise EngineError(
-            f"the snapshot of {snapshot.policy} was made for engines of other kinds than {kind}: "
-            "nothing here can be verified; it can at the next publication"
+            f"the snapshot of {snapshot.policy} has no digests by {kind}: this engine can be "
+            "verified at the next publication"
         )
     missing = [name for name in right_ones if name not in held]
     extra = [name for name in held if name not in right_ones]

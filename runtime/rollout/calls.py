@@ -131,6 +131,7 @@ class GenerationCalls:
             sampling=sampling,
             n=n,
             salt=str(route.policy) if route.takes_salt else None,
+            router=self._settings.router,
         )
         answers = await self._ask(flight, route, request)
         problem = _problem(answers, route, request)

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import anyio
 
 from runtime import faults
+from runtime.data.routed import RoutedExperts
 from runtime.data.samples import PromptId, Sample, Span
 from runtime.engines.protocol import Generation, SamplingSettings
 from runtime.errors import ContractViolation, ServingError, SessionError
@@ -93,9 +94,16 @@ def join(head: Generation, tail: Generation) -> Generation:
         logprobs=head.logprobs + tail.logprobs,
         spans=tuple(spans),
         prefill=head.prefill,
+        routed=_joined(head, tail),
         prompt_tokens=head.prompt_tokens,
         cached_tokens=head.cached_tokens,
     )
+
+
+def _joined(head: Generation, tail: Generation) -> RoutedExperts | None:
+    if head.routed is None or tail.routed is None:
+        return tail.routed
+    return head.routed.followed_by(tail.routed)
 
 
 def to_sample(generation: Generation, text: str) -> Sample:
@@ -113,4 +121,5 @@ def to_sample(generation: Generation, text: str) -> Sample:
         prefill=generation.prefill,
         finish=generation.finish,
         text=text,
+        routed=generation.routed,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.data.routed import RouterShape
 from runtime.engines.protocol import SamplingSettings
 from runtime.errors import ConfigError
 
@@ -20,6 +21,8 @@ class ProducerSettings:
     sampling: SamplingSettings
     max_concurrent_samples: int
     """Samples in flight at most; whole groups go out, so at least ``samples_per_prompt``."""
+    router: RouterShape | None = None
+    """Record which experts read each token; the model's shape."""
     updates_per_collection: int = 1
     max_staleness: int = 4
     buffer_collections: int = 1

@@ -6,16 +6,22 @@ Readers ignore names that start with a dot: those are temporary files, torn ones
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import secrets
+import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from runtime import faults
 from runtime.errors import DiskFull
+from runtime.rundir import enter
 
+_DRAFT = re.compile(r"\..+\.([0-9a-f]{8})\.(\d+)\.[0-9a-f]{8}\.tmp")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 probe: Callable[[str, Path], None] | None = None if faults.plan is None else faults.plan.file
@@ -88,6 +94,26 @@ def read_bytes(path: Path) -> bytes | None:
         return None
 
 
+def draft(path: Path) -> Path:
+    """A name beside ``path`` for its content while it is being written; says who writes."""
+    return path.parent / f".{path.name}.{_here()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Delete drafts below ``folder`` whose writers, on this host, are dead; returns which.
+
+    Of another host's writer nothing is known, so its drafts stay.
+    """
+    swept: list[Path] = []
+    for path in sorted(folder.rglob(".*.tmp")):
+        found = _DRAFT.fullmatch(path.name)
+        if found and found[1] == _here() and enter.started(int(found[2])) is None:
+            with suppress(OSError):
+                path.unlink()
+                swept.append(path)
+    return swept
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     point("fsync_folder", folder)
@@ -113,9 +139,16 @@ def disk_full_as_error(path: Path) -> Generator[None]:
         raise DiskFull(f"no space to write {path}: {error.strerror}", path=str(path)) from error
 
 
+@cache
+def _here() -> str:
+    """Names the space in which a pid means something, in eight digits."""
+    text = f"{socket.gethostname()}/{enter.boot_id()}"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
 @contextmanager
 def _temporary(path: Path) -> Generator[Path]:
-    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    temporary = draft(path)
     try:
         yield temporary
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,12 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.identity import RunIdentity, differences
 from runtime.checkpoints.resume import Restorable, check_restored, find_restorable
 from runtime.checkpoints.retention import retain
+from runtime.checkpoints.upload import Uploads
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.segments import LedgerSegment
@@ -25,7 +27,10 @@ from runtime.errors import ConfigError, SessionLost
 from runtime.evaluation.snapshots import pinned_policies
 from runtime.launch.group import GROUP_ADDRESS
 from runtime.publication.broadcast import BroadcastTransport
+from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.disk import DiskTransport
+from runtime.publication.ipc import IpcTransport
+from runtime.publication.protocol import PublicationTransport
 from runtime.publication.transaction import Publisher
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
@@ -33,6 +38,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import owned_environment
 from runtime.rundir.records import CommitRecord
 from runtime.session.books import Books
+from runtime.session.caching import SessionCaches
 from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
 from runtime.session.context import Context
 from runtime.session.ends import EndRules
@@ -80,6 +86,8 @@ class Ground:
     signals: Signals
     tasks: TaskGroup
     """Of the whole session: whatever fails in it ends the session."""
+    caches: SessionCaches | None = None
+    """None where no archive of compiler caches is kept."""
 
 
 @asynccontextmanager
@@ -97,7 +105,10 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
         nodes = own_ray.nodes
         ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        engines = make_engines(context, prepared, ground.recorder, nodes)
+        if ground.caches is not None:
+            # Before anything is compiled; the processes know the folder since they started.
+            await ground.caches.restore(Path(prepared.model))
+        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
             async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
@@ -158,10 +169,17 @@ async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared
         take_signals_back()
         with timing.stage(Stage.START_TRAINER):
             trainer = await TrainerGroup.start(
-                from_spec(spec.core, spec.rollout, dtype=spec.model.dtype, seed=spec.seed),
+                from_spec(
+                    spec.core,
+                    spec.rollout,
+                    dtype=spec.model.dtype,
+                    seed=spec.seed,
+                    lora=spec.lora,
+                    teacher=spec.teacher,
+                ),
                 Placement(
                     ranks=ranks,
-                    gpus_per_rank=1.0 if context.plan.topology.trainer_gpus else 0.0,
+                    gpus_per_rank=context.plan.topology.gpus_per_rank,
                     host=nodes.address(nodes.trainer_node(0, ranks)),
                     options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
                 ),
@@ -235,33 +253,50 @@ async def _session(
         recorder.lifecycle.record(
             Event.CHECKPOINT_COMMITTED, update=record.update, policy=record.policy
         )
+        if uploads is not None:
+            uploads.committed(record)
         for name in await anyio.to_thread.run_sync(
-            _retain, context.root, context.epoch, spec.checkpoint.keep
+            _retain,
+            context.root,
+            context.epoch,
+            spec.checkpoint.keep,
+            frozenset() if uploads is None else uploads.pinned,
         ):
             recorder.lifecycle.record(Event.CHECKPOINT_DELETED, folder=name)
+
+    uploads = (
+        None
+        if spec.checkpoint.upload is None
+        else Uploads(
+            context.root,
+            Bucket.of(spec.checkpoint.upload),
+            keep=spec.checkpoint.keep,
+            record=recorder.lifecycle.record,
+        )
+    )
 
     async def kill(slot: int, incarnation: str, reason: str) -> None:
         await engines.monitor.kill(slot, incarnation, reason)
 
-    transport = (
-        DiskTransport(trainer, root=_shared_scratch(context, nodes))
-        if context.plan.publication_transport == "disk"
-        else BroadcastTransport(trainer, host=nodes.address(0))
-    )
     publishing = Publishing(
         publisher=Publisher(
-            transport=transport,
+            transport=_transport(context, trainer, nodes),
             kill=kill,
             record_path=context.root.path / "publications.jsonl",
-            limits=publication_limits(spec.rollout.drain_deadline),
+            limits=publication_limits(
+                spec.rollout.drain_deadline,
+                None if context.plan.memory is None else context.plan.memory.weights_bytes,
+            ),
+            pause=spec.core.refresh_pause,
             clock=context.clock,
         ),
         pool=engines.pool,
         monitor=engines.monitor,
         gate=engines.gate,
-        mode="drain" if spec.core.publication_mode == "drain" else "refresh",
+        mode=spec.core.publication_mode,
         drain_deadline_s=drain_deadline_s(spec),
         lifecycle=recorder.lifecycle,
+        sleeps=spec.rollout.sleep,
     )
     async with make_verifiers(spec, context.plan.run_file, stores) as verifiers:
         producer = make_producer(
@@ -340,6 +375,8 @@ async def _session(
             if background is not None:
                 tasks.start_soon(background.land_for_ever)
             tasks.start_soon(recorder.sampler(producer.occupancy).run)
+            if uploads is not None:
+                tasks.start_soon(uploads.run)
             try:
                 yield session
             finally:
@@ -347,6 +384,8 @@ async def _session(
                 with anyio.CancelScope(shield=True):
                     await producer.close()
                     await publishing.publisher.close()
+                    if uploads is not None:
+                        await uploads.settle()
 
 
 def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
@@ -358,9 +397,27 @@ def _shared_scratch(context: Context, nodes: Nodes) -> Path | None:
     return folder
 
 
-def _retain(root: RunRoot, epoch: int, keep: int) -> tuple[str, ...]:
-    pinned = pinned_policies(root, Chain(root).read())
+def _retain(root: RunRoot, epoch: int, keep: int, copying: Collection[str]) -> tuple[str, ...]:
+    pinned = {*pinned_policies(root, Chain(root).read()), *copying}
     return retain(root, epoch, keep=keep, pinned=pinned)
+
+
+def _transport(context: Context, trainer: TrainerGroup, nodes: Nodes) -> PublicationTransport:
+    diagnostics = Diagnostics.from_environment()
+    match context.plan.publication_transport:
+        case "disk":
+            root = _shared_scratch(context, nodes)
+            return DiskTransport(trainer, root, diagnostics=diagnostics)
+        case "ipc":
+            return IpcTransport(trainer, diagnostics=diagnostics)
+        case _:
+            return BroadcastTransport(
+                trainer,
+                host=nodes.address(0),
+                backend="nccl" if context.plan.topology.trainer_gpus else "gloo",
+                ranks_per_engine=context.spec.rollout.tensor,
+                diagnostics=diagnostics,
+            )
 
 
 def _rules(context: Context, order: PromptOrder, update: int) -> EndRules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -25,6 +26,8 @@ from runtime.trainer.protocol import TrainMetrics
 
 _log = get_logger()
 _AGREEMENT = "agreement/"
+_AGAIN_S = (0.5, 2.0)
+"""Pauses before a rollout file is tried again: a disk may be full for a moment only."""
 _OPTIMIZER = (
     "mixed_groups", "equal_groups", "policy_loss", "policy_grad_norm", "total_grad_norm",
     "parameter_change_norm", "skipped_steps", "policy_gradient_expected",
@@ -119,12 +122,16 @@ class Books:
     async def _write(self, collection: Collection) -> None:
         stem = self.context.root.collection_stem(collection.id, self.context.epoch)
         path = stem.with_name(f"{stem.name}.parquet")
-        path.parent.mkdir(exist_ok=True)
         try:
-            await anyio.to_thread.run_sync(write_collection, path, collection)
-        except (OSError, StoreError) as error:
-            # Evidence, not state: the run goes on, and the missing file is named.
-            _log.warning(Event.ROWS_DROPPED, file=str(path), error=str(error))
+            for pause_s in (*_AGAIN_S, None):
+                error = await anyio.to_thread.run_sync(_try_to_write, path, collection)
+                if error is None:
+                    return
+                if pause_s is None:
+                    # Evidence, not state: the run goes on, and the missing file is named.
+                    _log.warning(Event.ROWS_DROPPED, file=str(path), error=str(error))
+                    return
+                await anyio.sleep(pause_s)
         finally:
             self._num_writing -= 1
             if not self._num_writing:
@@ -148,6 +155,16 @@ class Books:
             holds=True,
             values={name: values.get(name) for name in _OPTIMIZER},
         )
+
+
+def _try_to_write(path: Path, collection: Collection) -> OSError | StoreError | None:
+    """Write a collection's file; returns what was in the way."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_collection(path, collection)
+    except (OSError, StoreError) as error:
+        return error
+    return None
 
 
 def collection_figures(collection: Collection) -> dict[str, float]:

@@ -11,8 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import stat
-import tempfile
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,38 +23,6 @@ _MIB = 1024 * 1024
 _START_DEADLINE_S = 120.0
 _STORE_LOST_S = 10
 _STOP_DEADLINE_S = 30.0
-_SOCKET_PATH_LIMIT = 107
-# What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
-_RAY_SUFFIX = 75
-
-
-def scratch_folder(run_key: str, epoch: int) -> Path:
-    """A short private folder on local disk for sockets and Ray's logs.
-
-    Args:
-        run_key: short digest of the output root; keeps two runs apart.
-        epoch: older epochs' folders of the same run are swept when a newer one starts.
-    """
-    base = Path(tempfile.gettempdir()) / f"mp-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        # The name can be guessed: whoever made it first would choose the token of our Ray.
-        raise SessionLost(
-            f"{base} is not a folder of this user alone; remove it or set TMPDIR", folder=str(base)
-        )
-    folder = base / f"{run_key}-{epoch}"
-    if len(str(folder)) + _RAY_SUFFIX > _SOCKET_PATH_LIMIT:
-        raise SessionLost(
-            f"temp folder {folder} is too long for Ray's sockets; set TMPDIR to a short path",
-            folder=str(folder),
-        )
-    for older in base.glob(f"{run_key}-*"):
-        # Only the owner of the newest epoch gets here, so an older folder has no living user.
-        if older != folder:
-            shutil.rmtree(older, ignore_errors=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def set_environment(folder: Path) -> None:

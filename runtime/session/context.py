@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from configs.run import RunSpec
 from runtime.clock import Clock, SystemClock
 from runtime.rundir.attempt import AttemptFile, GuardFile
 from runtime.rundir.layout import AttemptDir, RunRoot
+from runtime.session.scratch import run_key
 from runtime.telemetry.rows import Owner
 
 
@@ -68,7 +68,7 @@ class Context:
     @property
     def run_key(self) -> str:
         """A short name of the output root, for scratch folders."""
-        return hashlib.sha256(str(self.root.path).encode()).hexdigest()[:10]
+        return run_key(self.root.path)
 
     @property
     def owner(self) -> Owner:

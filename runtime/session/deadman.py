@@ -12,7 +12,9 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,6 +31,7 @@ EXIT_GUARD_GONE = 75
 """Exit status of a process that its dead-man's switch ended."""
 
 _PARTING_S = 5.0
+_YOUNG_S = 300.0
 _PREFIX = "mp-"
 _FIFO = "guard"
 
@@ -37,6 +40,7 @@ class Switch:
     """The guard's side: a FIFO that reads as "alive" for as long as this process lives."""
 
     def __init__(self) -> None:
+        _sweep_dead()
         # In the temporary folder: an output root may lie on a file system without FIFOs.
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.path = self._folder / _FIFO
@@ -77,6 +81,22 @@ def sweep(attempt: AttemptDir) -> None:
     is_here = HostBoot(guard.host, guard.boot_id) == HostBoot.here()
     if is_here and folder.name.startswith(_PREFIX) and Path(guard.fifo).name == _FIFO:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep_dead() -> None:
+    """Remove switches of guards that died before anybody could learn of them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            # A young one may belong to a guard that is just about to open it.
+            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+                continue
+            fd = os.open(folder / _FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                is_dead = _is_at_end(fd)
+            finally:
+                os.close(fd)
+            if is_dead:
+                shutil.rmtree(folder)
 
 
 def watch(

@@ -5,6 +5,7 @@ Its last words go to ``outcome.json``; the guard turns them into the ``end`` rec
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure, choose_cause
 from runtime.rundir.history import committed_update
 from runtime.session import cluster, deadman
+from runtime.session.caching import SessionCaches
 from runtime.session.context import Context
 from runtime.session.ends import End
+from runtime.session.scratch import scratch_folder
 from runtime.session.signals import Signals
 from runtime.session.view import SessionView
 from runtime.telemetry import log
@@ -80,11 +83,14 @@ async def _run(context: Context) -> Outcome:
 
 async def _watched(context: Context, view: SessionView, recorder: Recorder) -> End:
     # Ray reads its environment when it is imported, so what imports it comes after.
-    folder = cluster.scratch_folder(context.run_key, context.epoch)
+    folder = scratch_folder(context.run_key, context.epoch)
     if context.order.ray != "job":
         cluster.set_environment(folder)
     else:
         cluster.keep_job_environment()
+    caches = SessionCaches.of(context, recorder, folder.with_name(f"{folder.name}.caches"))
+    if caches is not None:
+        os.environ.update(caches.environment)
     from runtime.session.assembly import Ground, session_of
 
     signals = Signals.of(
@@ -106,6 +112,7 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
             view=view,
             signals=signals,
             tasks=tasks,
+            caches=caches,
         )
         with anyio.CancelScope() as opening:
             is_open = anyio.Event()
@@ -113,6 +120,9 @@ async def _watched(context: Context, view: SessionView, recorder: Recorder) -> E
             async with session_of(ground) as session:
                 is_open.set()
                 ends.append(await session.run())
+        if caches is not None and ends:
+            view.doing("cache")
+            await caches.publish(lambda: signals.is_terminated)
         await anyio.to_thread.run_sync(view.write)
         tasks.cancel_scope.cancel()
     return ends[0]

@@ -32,7 +32,7 @@ class SessionExporter:
             DiskFull: if there is no room.
             PartialWrite: if it does not read back equal.
         """
-        root = self.context.root
+        root, spec = self.context.root, self.context.spec
         standing = read_receipt(root.export)
         if standing is not None and standing.update == policy.update:
             records = Chain(root).check(self.context.epoch)
@@ -45,6 +45,7 @@ class SessionExporter:
             model=Path(self.prepared.model),
             epoch=self.context.epoch,
             final=True,
+            adapter=spec.lora.rank > 0 and spec.lora.export == "adapter",
         )
         self.lifecycle.record(
             Event.EXPORT_FINISHED,

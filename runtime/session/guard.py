@@ -39,7 +39,9 @@ from runtime.rundir.records import Activity, EndRecord, EpochRecord
 from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
+from runtime.session.filling import fill_empty_root
 from runtime.session.outcome import KilledBy, judge
+from runtime.session.scratch import remove_scratch, run_key
 from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
 
@@ -128,6 +130,8 @@ class Guard:
             # The last guard may have died between the end record and its last view.
             view = workflow.current(self._root, records, now=self._clock.time())
             self._write_view(view, before.epoch)
+            atomic.sweep(self._root.path)
+            remove_scratch(run_key(self._root.path))
             return self._say("the run is complete", EXIT_ENDED)
         if before is not None:
             self._reap(before.epoch)
@@ -154,6 +158,8 @@ class Guard:
         self._reap(epoch.epoch)
         if returncode is None:
             return EXIT_NOT_OWNER
+        # A session that was killed leaves its Ray's folder; no one may come after it.
+        remove_scratch(run_key(self._root.path))
         return self._end(self._present(epoch), returncode, killed_by)
 
     def _present(self, taken: EpochRecord) -> int:
@@ -297,6 +303,8 @@ class Guard:
             self._say(f"reaped {role}, pid {pid}", 0)
         for pid, role in reaped.remaining:
             self._say(f"{role}, pid {pid}, does not die: its host needs a look", 0)
+        # Half files of whoever died while writing; nobody reads them, and nobody else deletes them.
+        atomic.sweep(self._root.path)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -357,7 +365,8 @@ class Guard:
 
 def main(argv: Sequence[str]) -> int:
     """Run the guard of one attempt; SIGTERM and SIGINT ask its session to end."""
-    guard = Guard(AttemptDir(Path(argv[1]).absolute()))
+    attempt = AttemptDir(Path(argv[1]).absolute())
+    guard = Guard(attempt)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         guard.terminate()
@@ -365,6 +374,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fill_empty_root(attempt)
     return guard.run()
 
 

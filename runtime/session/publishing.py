@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -24,16 +24,35 @@ from runtime.telemetry.log import get_logger
 
 _log = get_logger()
 _MEND_POLL_S = 0.5
+_REST_POLL_S = 0.02
 _DRAIN_SLACK_S = 5.0
+_TRANSFER_BASE_S = 60.0
+_SLOWEST_BYTES_PER_S = 20e6
+"""A shared file system on a bad day; every other way is faster."""
 
 
-def publication_limits(drain_deadline_s: float) -> PublicationLimits:
-    """Limits of a publication whose drain the gate bounds itself.
+def publication_limits(
+    drain_deadline_s: float, weight_bytes: int | None = None
+) -> PublicationLimits:
+    """Limits of a publication by this run's drain and weights.
 
     The gate cuts what is left after ``drain_deadline_s`` and joins it; the publication's own limit
     of that stage only catches a gate that does not keep its word, so it lies beyond both.
+
+    The transfer's limit goes with the weights: while an engine hangs in it, nobody is served and no
+    probe runs, so a small model must not wait as long as a large one.
+
+    Args:
+        drain_deadline_s: of the run.
+        weight_bytes: of one copy of the weights; None: not known, the longest limit.
     """
-    return PublicationLimits(drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S)
+    longest = PublicationLimits()
+    transfer_s = longest.transfer_s
+    if weight_bytes is not None:
+        transfer_s = min(transfer_s, _TRANSFER_BASE_S + weight_bytes / _SLOWEST_BYTES_PER_S)
+    return PublicationLimits(
+        drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S, transfer_s=transfer_s
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,15 +66,25 @@ class Publishing:
     mode: PublicationMode
     drain_deadline_s: float
     lifecycle: LifecycleLog
+    sleeps: bool = False
+    """Engines give their memory back while the trainer makes an update."""
     _weights: anyio.Lock = field(default_factory=anyio.Lock, init=False)
     _trainer_at: PolicyId | None = field(default=None, init=False)
     """The published policy while the trainer holds exactly it, otherwise None."""
+    _asleep: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]], init=False)
+    """Incarnations without memory; the monitor is paused while there are any."""
 
     @asynccontextmanager
     async def changing_weights(self) -> AsyncGenerator[None, None]:
-        """Held while the trainer makes an update: its weights are no published policy then."""
+        """Held while the trainer makes an update: its weights are no published policy then.
+
+        Where engines sleep, they have given their memory back when this is entered, and get it
+        again in the next publication, the only thing that can make them serve.
+        """
         async with self._weights:
             self._trainer_at = None
+            if self.sleeps:
+                await self._lull()
             yield
 
     async def publish(self, policy: PolicyId) -> Decision:
@@ -67,6 +96,7 @@ class Publishing:
         """
         self.lifecycle.record(Event.PUBLICATION_STARTED, update=policy.update, policy=str(policy))
         async with self._weights, self.gate.publication():
+            await self._wake()
             engines = await self._some_engines()
             self.monitor.pause()
             try:
@@ -75,21 +105,25 @@ class Publishing:
                     [_target(engine) for engine in engines],
                     mode=self.mode,
                     drain=self._drain if self.mode == "drain" else None,
+                    rest=self._rest if self.mode == "rolling" else None,
+                    decided=self._serve,
                 )
             except Exception:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
-                # The monitor was paused: the retry would meet an engine that has died meanwhile,
-                # and its tries are over before the next look.
-                await self.monitor.bury_exited()
+                # The monitor was paused: the retry would meet an engine that has died or hangs
+                # since, and its tries are over before the next look or round.
+                await self.monitor.bury_lost()
                 raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
                 raise
             finally:
                 self.monitor.resume()
+                if self.mode == "rolling":
+                    self.pool.end_rests()
+                    self.gate.open()
             self._trainer_at = policy
             self.pool.serve(policy)
-            self._mark(decision)
             if self.mode == "drain":
                 self.gate.open()
         self.lifecycle.record(
@@ -101,6 +135,36 @@ class Publishing:
             stages_s=dict(decision.stages_s),
         )
         return decision
+
+    async def _lull(self) -> None:
+        """Have every engine end what it generates and give its memory back."""
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in self._asleep:
+                continue  # an update that is tried again
+            if not self._asleep:
+                self.monitor.pause()
+            self._asleep.add((engine.slot, engine.incarnation))
+            try:
+                await engine.client.pause("abort")
+                await engine.client.release_memory()
+            except RunError as error:
+                # It holds memory that the trainer needs now.
+                reason = f"did not give its memory back: {error.message}"
+                await self.monitor.kill(engine.slot, engine.incarnation, reason)
+
+    async def _wake(self) -> None:
+        """Give sleeping engines their memory; whoever cannot take it fails in the publication."""
+        asleep, self._asleep = self._asleep, set()
+        if not asleep:
+            return
+        self.monitor.resume()
+        for engine in self.pool.live():
+            if (engine.slot, engine.incarnation) in asleep:
+                try:
+                    await engine.client.resume_memory()
+                except RunError as error:
+                    reason = f"did not get its memory again: {error.message}"
+                    await self.monitor.kill(engine.slot, engine.incarnation, reason)
 
     async def mend_for_ever(self) -> None:
         """Bring restarted engines to the published policy, until cancelled.
@@ -172,6 +236,26 @@ class Publishing:
 
     async def _drain(self) -> None:
         await self.gate.close(drain_deadline_s=self.drain_deadline_s, reason="publication")
+
+    async def _rest(self, target: Target) -> None:
+        """Send one engine no new work and wait for what it has; stragglers are aborted after it.
+
+        The last engine that serves is not taken away from under its callers: admission waits then.
+        """
+        if not self.pool.rest(target.slot, target.incarnation):
+            await self._drain()
+            return
+        with anyio.move_on_after(self.drain_deadline_s):
+            while self.pool.views()[target.slot].active_samples > 0:  # noqa: ASYNC110  # no event says so
+                await anyio.sleep(_REST_POLL_S)
+
+    def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
+        # Engine by engine, those whose turn is still to come go on with what they hold.
+        also = self.pool.published if self.mode == "rolling" else None
+        self.pool.serve(policy, also=also if also != policy else None)
+        self.pool.end_rests()
+        for target in verified:
+            self.pool.mark_verified(target.slot, target.incarnation, policy)
 
     def _mark(self, decision: Decision) -> None:
         policy = PolicyId.parse(decision.policy)

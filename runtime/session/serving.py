@@ -9,10 +9,13 @@ from pathlib import Path
 
 from anyio.abc import TaskGroup
 
+from configs.concurrency import settle_concurrency
 from configs.run import RunSpec
+from configs.shape import read_shape
 from runtime.data.decoder import load_decoder
 from runtime.data.frozen import PromptStore, open_frozen
 from runtime.data.ledger import Ledger
+from runtime.data.routed import RouterShape
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.factory import engine_owner
@@ -40,6 +43,8 @@ from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
 from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared
+from runtime.telemetry.events import Event
+from runtime.telemetry.log import get_logger
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
 from runtime.waits import stretched
@@ -55,9 +60,23 @@ class Engines:
 
 
 def make_engines(
-    context: Context, prepared: Prepared, recorder: Recorder, nodes: Nodes | None = None
+    context: Context,
+    prepared: Prepared,
+    recorder: Recorder,
+    nodes: Nodes | None = None,
+    *,
+    scratch: Path | None = None,
 ) -> Engines:
-    """Slots of the run file, on their nodes; nothing is started yet."""
+    """Slots of the run file, on their nodes; nothing is started yet.
+
+    Args:
+        context: of the session.
+        prepared: the model to serve.
+        recorder: hears what becomes of engines and gate.
+        nodes: of the attempt; None: this host.
+        scratch: a short folder on local disk for what a server keeps while it lives; None: the
+            temporary folder.
+    """
     nodes = nodes or Nodes()
     spec, clock = context.spec, context.clock
     # On one host the ports stay on loopback; the token keeps everybody else out all the same.
@@ -77,10 +96,13 @@ def make_engines(
                 log_path=context.attempt.path / f"engine-{slot}.log",
                 threads=context.threads,
                 host=nodes.address(nodes.engine_node(slot)),
+                scratch=scratch,
             ),
             attempt_dir=str(context.attempt.path),
             epoch=context.epoch,
-            start_deadline_s=stretched("readiness", 300.0),
+            # The owner's own deadline comes first: it knows the server's last words.
+            start_deadline_s=stretched("readiness", spec.rollout.engine_start_deadline) + 30.0,
+            num_gpus=context.plan.topology.gpus_per_engine,
             options=nodes.options(nodes.engine_node(slot)),
         )
         for slot in range(spec.rollout.engines)
@@ -163,6 +185,34 @@ def _overlong(spec: RunSpec) -> Callable[[Sample], float] | None:
     return shape
 
 
+def _concurrency(context: Context, pool: EnginePool) -> int:
+    """Samples in flight: as planned, or by the slots that the engines came up with, if fewer."""
+    rollout = context.spec.rollout
+    slots = sum(
+        min(
+            engine.info.max_running_requests or rollout.max_running_requests,
+            rollout.max_running_requests,
+        )
+        for engine in pool.live()
+    )
+    asked = rollout.engines * rollout.max_running_requests
+    if not 0 < slots < asked:
+        return context.plan.concurrency
+    settled = settle_concurrency(context.spec, slots=slots)
+    get_logger().warning(
+        Event.ENGINE_SLOTS_FEWER, slots=slots, asked=asked, concurrency=settled.samples
+    )
+    return settled.samples
+
+
+def _router(spec: RunSpec) -> RouterShape | None:
+    """Of the model, where the choices of experts are to be replayed."""
+    shape = read_shape(spec.model) if spec.core.routing_replay else None
+    if shape is None or not shape.is_moe:
+        return None
+    return RouterShape(layers=shape.layers, top_k=shape.experts_per_token, experts=shape.experts)
+
+
 def make_producer(
     context: Context,
     engines: Engines,
@@ -184,8 +234,9 @@ def make_producer(
         vocab_size=vocab_size,
         groups_per_collection=rollout.groups_per_collection,
         samples_per_prompt=rollout.samples_per_prompt,
+        router=_router(spec),
         sampling=sampling_settings(spec),
-        max_concurrent_samples=context.plan.concurrency,
+        max_concurrent_samples=_concurrency(context, engines.pool),
         updates_per_collection=spec.core.updates_per_collection,
         max_staleness=spec.async_.max_staleness,
         buffer_collections=spec.async_.buffer_collections,
@@ -211,7 +262,8 @@ def make_producer(
         pool=engines.pool,
         gate=engines.gate,
         function=SingleTurn(decode=load_decoder(Path(decode_folder))),
-        judge=verifiers,
+        # Without a verifier there is nobody to ask: only a teacher tells (OPD).
+        judge=verifiers if _has_rewards(spec) else None,
         budget=SkipBudget(
             spec.reward.skip_budget,
             len(stores[""]) * spec.data.epochs,
@@ -223,6 +275,10 @@ def make_producer(
     return Producer(
         settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock
     )
+
+
+def _has_rewards(spec: RunSpec) -> bool:
+    return spec.reward.verifier is not None or spec.data.verifier_field is not None
 
 
 def make_evaluator(

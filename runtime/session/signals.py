@@ -66,6 +66,11 @@ class Signals:
         if self._terminated_at is None:
             self._terminated_at = self._clock.monotonic()
 
+    @property
+    def is_terminated(self) -> bool:
+        """SIGTERM or SIGINT came."""
+        return self._terminated_at is not None
+
     def grace_left_s(self, grace_s: float) -> float:
         """Seconds of a grace that are left since SIGTERM came; all of it before."""
         if self._terminated_at is None:

@@ -81,7 +81,9 @@ class Event(StrEnum):
     VERIFIER_UNREAPED = "verifier.unreaped", "A killed worker has not gone yet; it is left behind."
 
     # Engines, publication
+    ENGINE_STARTING = "engine.starting", "A server is still on its way up; its last line is told."
     ENGINE_STARTED = "engine.started", "A server answers; it gets no traffic before a publication."
+    ENGINE_SLOTS_FEWER = "engine.slots_fewer", "Memory left fewer slots than asked for."
     ENGINE_VERIFIED = "engine.verified", "Its weights were proved to be the published policy's."
     ENGINE_SUSPECTED = "engine.suspected", "A health probe was missed."
     ENGINE_RECOVERED = "engine.recovered", "A suspected engine answered again."
@@ -121,6 +123,15 @@ class Event(StrEnum):
     CHECKPOINT_RESTORED = "checkpoint.restored", "Trainer and ledger stand at this commit."
     CHECKPOINT_LEFTOVER = "checkpoint.leftover", "A folder could not be deleted; it is harmless."
     CHECKPOINT_DELETED = "checkpoint.deleted", "Retention removed a checkpoint."
+    CHECKPOINT_UPLOADED = "checkpoint.uploaded", "Its copy in the object store is whole."
+    CHECKPOINT_UPLOAD_FAILED = (
+        "checkpoint.upload_failed",
+        "The object store did not take it; the next commit brings it along.",
+    )
+    CHECKPOINT_FETCHED = (
+        "checkpoint.fetched",
+        "A root without history was filled from the object store.",
+    )
     EVALUATION_STARTED = "evaluation.started", "A set is being generated and judged."
     EVALUATION_FINISHED = "evaluation.finished", "A result stands; metrics are here."
     EVALUATION_FAILED = "evaluation.failed", "Counts done, failed, untried, by error class."
@@ -130,6 +141,14 @@ class Event(StrEnum):
     )
     EXPORT_FAILED = "export.failed", "No export could be written; the run ends without it."
     EXPORT_FINISHED = "export.finished", "A Hugging Face folder stands, verified."
+
+    # Compiler caches
+    CACHE_RESTORED = "cache.restored", "Compiled kernels came from the archive; files by part."
+    CACHE_PUBLISHED = "cache.published", "What became of each part; the run's result is the same."
+    CACHE_FAILED = (
+        "cache.failed",
+        "Caches could not be restored or published; the run does without.",
+    )
 
     # Telemetry about itself
     ROWS_DROPPED = "rows.dropped", "The disk takes no rows of this file; they are counted."

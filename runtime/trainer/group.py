@@ -20,9 +20,9 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
+from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import RunError, TrainerLost, WaitTimeout
-from runtime.publication.protocol import ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
@@ -147,20 +147,24 @@ class TrainerGroup:
         return (await self._step("weight_specs"))[0]
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """See TrainerHandle."""
         return (await self._step("write_snapshot", folder, kinds))[0]
 
     async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights:
         """Pack the current weights for engines of rank 0's machine (``publication.ipc``)."""
         return (await self._step("share_weights", place, folder, kinds))[0]
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return (await self._step("write_adapter", folder))[0]
+
     # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
 
-    async def describe(self, kinds: frozenset[WeightDigest] = ONLY_HF) -> Description:
+    async def describe(self, kinds: frozenset[WeightHash] = ONLY_SHA256) -> Description:
         """Specs by bucket and digests of the current weights."""
         return (await self._step("describe", kinds))[0]
 
@@ -184,7 +188,7 @@ class TrainerGroup:
         """See TrainerHandle."""
         return await self._step("stage")
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
         """See TrainerHandle.
 
         A rank that cannot write (disk full) fails this call and nothing else: no collective runs in
@@ -196,8 +200,8 @@ class TrainerGroup:
                 _Call(actor, "write_staged", (operation, copy.token, folder))
                 for actor, copy in zip(self._actors, staged, strict=True)
             ]
-            names = await self._call(calls, "write_staged", is_collective=False)
-        return [name for part in names for name in part]
+            written = await self._call(calls, "write_staged", is_collective=False)
+        return {name: digest for part in written for name, digest in part.items()}
 
     async def restore(self, folder: str) -> dict[str, object]:
         """See TrainerHandle."""
@@ -361,6 +365,8 @@ def _make_actor(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **({"GLOO_SOCKET_IFNAME": "lo"} if placement.host == LOOPBACK else {}),
+        # As SGLang sets it: the two sides of one communicator map memory in the same way.
+        **({"NCCL_CUMEM_ENABLE": "0"} if placement.gpus_per_rank else {}),
         **(placement.env or {}),
     }
     groups = {"step": 1, "write": 1, "watch": 1, "aside": 1}

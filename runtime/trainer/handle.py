@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
-from runtime.publication.protocol import ONLY_HF
+from runtime.engines.protocol import TensorSpec, WeightHash
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 
 if TYPE_CHECKING:
@@ -43,17 +44,25 @@ class TrainerHandle(Protocol):
         ...
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """Write the current weights as safetensors into ``folder``."""
         ...
 
-    async def stage(self) -> Items[StagedState]:
-        """Copy the state of all ranks to host memory; one entry per rank, by rank."""
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """Write the adapters alone into ``folder``, in peft's format.
+
+        Raises:
+            ConfigError: if the trainer has none.
+        """
         ...
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
-        """Write the copies into ``folder``, fsynced; names of all files."""
+    async def stage(self) -> Items[StagedState]:
+        """Begin to copy the state of all ranks to host memory; one entry per rank, by rank."""
+        ...
+
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
+        """Write the copies into ``folder``, fsynced; SHA-256 of all files by name."""
         ...
 
     async def restore(self, folder: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.protocol import TensorSpec, WeightDigest
-from runtime.publication.protocol import ONLY_HF
+from runtime.engines.protocol import TensorSpec, WeightHash
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
@@ -68,22 +69,26 @@ class LocalGroup:
         return await self._step("weight_specs")
 
     async def write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot:
         """See TrainerHandle."""
         return await self._step("write_snapshot", folder, kinds)
 
     async def share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights:
         """Pack the current weights for engines of this machine (``publication.ipc``)."""
         return await self._step("share_weights", place, folder, kinds)
+
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        """See TrainerHandle."""
+        return await self._step("write_adapter", folder)
 
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""
         return [await self._step("stage")]
 
-    async def write_staged(self, staged: Items[StagedState], folder: str) -> Items[str]:
+    async def write_staged(self, staged: Items[StagedState], folder: str) -> Mapping[str, str]:
         """See TrainerHandle."""
         (only,) = staged
         return await anyio.to_thread.run_sync(self._server.backend.write_staged, only.token, folder)

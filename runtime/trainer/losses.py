@@ -23,6 +23,7 @@ from runtime.trainer.settings import KlKind, LossSettings
 LOG_RATIO_LIMIT = 20.0
 """exp(20) = 5e8 still has room for a square in fp32."""
 KL_LIMIT = 10.0
+_LEAST_REST = 1e-7
 
 
 def token_weights(
@@ -150,6 +151,42 @@ def kl_estimate(
     else:
         raise ValueError(f"no estimator {kind!r}")
     return value_T.clamp(-KL_LIMIT, KL_LIMIT)
+
+
+def distilled_advantage(
+    advantage_T: Tensor, *, coef: float, student_T: Tensor, teacher_T: Tensor, active_T: Tensor
+) -> Tensor:
+    """Advantage less coef x (student - teacher log-prob) at the sampled tokens.
+
+    The difference, clamped to +-20, is the reverse KL to the teacher as one sample estimates it.
+
+    Source: Agarwal et al. 2023 (GKD, on-policy, reverse KL); as a reward per token: Lu et al. 2025
+    (On-Policy Distillation).
+    """
+    gap_T = only_active(student_T, active_T) - only_active(teacher_T, active_T)
+    return advantage_T - coef * gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def bucketed_reverse_kl(student_TK: Tensor, teacher_TK: Tensor, active_T: Tensor) -> Tensor:
+    """KL(student || teacher) per token [T] over K tokens and one bucket for all others; >= 0.
+
+    Merging outcomes only lowers a KL, so this is a lower bound of the one over the vocabulary. A
+    bucket holds at least 1e-7, so that its log exists.
+
+    Args:
+        student_TK: log-probs under the weights being trained; carries the gradient.
+        teacher_TK: log-probs of the same K distinct tokens, the teacher's likeliest.
+        active_T: masked tokens give 0.
+
+    Source: Gu et al. 2023 (MiniLLM) for the direction; the bucket keeps both sides distributions.
+    """
+    keep_T1 = active_T[:, None]
+    student_TK, teacher_TK = only_active(student_TK, keep_T1), only_active(teacher_TK, keep_T1)
+    p_TK = student_TK.exp()
+    rest_T = (1.0 - p_TK.sum(1)).clamp(min=_LEAST_REST)
+    teacher_rest_T = (1.0 - teacher_TK.exp().sum(1)).clamp(min=_LEAST_REST)
+    inside_T = (p_TK * (student_TK - teacher_TK)).sum(1)
+    return only_active(inside_T + rest_T * (rest_T.log() - teacher_rest_T.log()), active_T)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,17 +103,20 @@ class TrainMetrics:
     When log-probs were measured: kl_train_behaviour, tis/ess, and tis/clip_share with TIS on.
     When some response is wholly of the current policy: agreement/ with gap_mean, gap_p99, gap_max,
     tokens, responses. When some response is mixed: refresh/prefix_ and refresh/latest_ with
-    gap_mean, clip_share, tokens. With a reference: kl_loss. When asked for: entropy.
+    gap_mean, clip_share, tokens. With a reference: kl_loss. With a teacher: teacher_kl. When asked
+    for: entropy.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedState:
-    """A host copy of a rank's state, ready to be written while training goes on."""
+    """A host copy of a rank's state, made and written while training goes on."""
 
     token: str
     bytes: int
     stall_s: float
+    """Of the call. The next optimizer step waits for what is not copied then, and says how long:
+    ``elapsed_s/staging_wait``."""
 
 
 class TrainerBackend(Protocol):
@@ -148,8 +151,10 @@ class TrainerBackend(Protocol):
         """Copy model, optimizer, scheduler, RNG, update counter and digest to host memory."""
         ...
 
-    def write_staged(self, token: str, folder: str) -> list[str]:
-        """Write a staged copy as this rank's files into ``folder``; fsync them; return their names.
+    def write_staged(self, token: str, folder: str) -> dict[str, str]:
+        """Write a staged copy as this rank's files into ``folder``; fsync them.
+
+        Returns the SHA-256 of each file by its name.
 
         Runs in a thread beside ``train_step``. Frees the copy.
         """

@@ -16,13 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from runtime.engines.protocol import WeightDigest
+from runtime.engines.protocol import WeightHash
 from runtime.errors import FencedError, PublicationFailed
 from runtime.publication.diagnostics import stacks_of_this_rank
-from runtime.publication.protocol import ONLY_HF
+from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.sender import BroadcastSender
 from runtime.publication.sharing import SharedWeights, WeightSharing
-from runtime.publication.snapshot import WrittenSnapshot, join_export, write_snapshot
+from runtime.publication.snapshot import (
+    WeightExport,
+    WrittenSnapshot,
+    join_export,
+    write_snapshot,
+)
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
@@ -110,16 +115,18 @@ class RankServer:
         self._ranks.enter_device()  # a thread begins with the first GPU
         return self._once(self._steps, operation, lambda: self._call(method, *args, **kwargs))
 
-    def write_staged(self, operation: Operation, token: str, folder: str) -> list[str]:
+    def write_staged(self, operation: Operation, token: str, folder: str) -> dict[str, str]:
         """Write a staged copy, beside whatever ``step`` does."""
         return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "write_adapter":
+            return self._write_adapter(*args)
         if method not in _PUBLISHING:
             return getattr(self.backend, method)(*args, **kwargs)
         with stacks_of_this_rank(self._ranks.rank, self._ranks.device, method):
             if method == "write_snapshot":
-                return self._write_snapshot(*args)
+                return self._write_snapshot(self.backend, *args)
             if method == "share_weights":
                 return self._share_weights(*args)
             return self._send(method, *args)
@@ -144,19 +151,27 @@ class RankServer:
         self._sender.abort()
 
     def _share_weights(
-        self, place: int, folder: str, kinds: frozenset[WeightDigest]
+        self, place: int, folder: str, kinds: frozenset[WeightHash]
     ) -> SharedWeights | None:
         return self._sharing.share(place, folder, kinds)
 
     def _write_snapshot(
-        self, folder: str, kinds: frozenset[WeightDigest] = ONLY_HF
+        self, weights: WeightExport, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> WrittenSnapshot | None:
         """Rank 0 writes the weights, the others take part; None from those."""
         if self._ranks.rank:
-            join_export(self.backend)
+            join_export(weights)
             return None
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return write_snapshot(self.backend, folder, kinds)
+        return write_snapshot(weights, folder, kinds)
+
+    def _write_adapter(self, folder: str) -> WrittenSnapshot | None:
+        """The same of the adapters alone, as a folder that peft reads."""
+        adapter = self.backend.adapter
+        written = self._write_snapshot(adapter, folder)
+        if written is not None:
+            adapter.finish(Path(folder))
+        return written
 
     def _once(self, lane: _Lane, operation: Operation, do: Callable[[], T]) -> T:
         if operation.epoch != self._epoch:

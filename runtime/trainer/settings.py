@@ -7,11 +7,14 @@ these.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from configs.core import Core
+from configs.lora import Lora
 from configs.loss import LOSSES, Aggregation, LossName, Ratio
 from configs.rollout import Rollout
+from configs.teacher import Teacher
 
 KlKind = Literal["off", "k1", "k2", "k3"]
 DTypeName = Literal["float32", "bfloat16"]
@@ -45,6 +48,11 @@ class LossSettings:
     tis_mode: Literal["truncate", "mask"] = "truncate"
     max_response_tokens: int = 1024
     """Divisor of the "constant" aggregation."""
+    teacher_coef: float = 0.0
+    """Weight of the teacher (OPD); 0: there is none."""
+    teacher_top_k: int = 0
+    """0: the teacher counts in the advantage; K: as a loss over its K likeliest tokens and a rest.
+    """
 
     @classmethod
     def named(cls, name: LossName, **cells: Any) -> LossSettings:
@@ -62,12 +70,28 @@ class LossSettings:
     @property
     def has_other_terms(self) -> bool:
         """The loss holds more than the policy term, so its gradient is not the policy gradient."""
-        return (self.kl != "off" and self.kl_coef != 0) or self.entropy_coef != 0
+        has_kl = self.kl != "off" and self.kl_coef != 0
+        return has_kl or self.entropy_coef != 0 or self.has_teacher_loss
 
     @property
-    def has_kl_in_advantage(self) -> bool:
-        """Advantages get a KL penalty, so a group with equal rewards still has a gradient."""
-        return self.kl != "off" and self.kl_reward_coef != 0
+    def uses_reference(self) -> bool:
+        """A reference policy is scored."""
+        return self.kl != "off" and (self.kl_coef != 0 or self.kl_reward_coef != 0)
+
+    @property
+    def has_teacher_loss(self) -> bool:
+        """The teacher is a term of the loss."""
+        return self.teacher_coef != 0 and self.teacher_top_k > 0
+
+    @property
+    def has_teacher_advantage(self) -> bool:
+        """The teacher is part of the advantage."""
+        return self.teacher_coef != 0 and self.teacher_top_k == 0
+
+    @property
+    def has_token_advantage(self) -> bool:
+        """KL or a teacher adds to the advantage, so groups with equal rewards have a gradient."""
+        return (self.kl != "off" and self.kl_reward_coef != 0) or self.has_teacher_advantage
 
     @property
     def needs_entropy(self) -> bool:
@@ -76,13 +100,34 @@ class LossSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Adapters instead of full weights."""
+
+    rank: int
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = Lora().targets
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """AdamW and the course of its learning rate."""
 
     lr: float = 1e-6
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     lr_decay_updates: int | None = None
-    """Update at which the cosine arrives at ``min_lr``; None only with "constant"."""
+    """Update at which the rate arrives at ``min_lr``; None only with "constant"."""
+    lr_decay_share: float = 0.1
+    """Last part of the way to there in which "wsd" falls."""
+    lr_scale: tuple[tuple[str, float], ...] = ()
+    """Factors of the rate by pattern of the weight's name; the first that fits counts."""
+    undecayed: tuple[str, ...] = ()
+    """Patterns of names without weight decay."""
     min_lr: float = 0.0
     warmup_updates: int = 0
     weight_decay: float = 0.0
@@ -90,6 +135,12 @@ class OptimizerSettings:
     beta2: float = 0.999
     adam_eps: float = 1e-8
     max_grad_norm: float = 1.0
+
+    def group_of(self, name: str) -> tuple[float, float]:
+        """(factor of the learning rate, weight decay) of the weight ``name``."""
+        scale = next((f for pattern, f in self.lr_scale if fnmatchcase(name, pattern)), 1.0)
+        is_undecayed = any(fnmatchcase(name, pattern) for pattern in self.undecayed)
+        return scale, 0.0 if is_undecayed else self.weight_decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +170,12 @@ class TrainerSettings:
     policy_grad_norm_every: int = 50
     max_skipped_steps: int = 0
     reference: str | None = None
-    """Model folder of the reference policy; None: the initial model. Loaded only if KL is on."""
+    """Model folder of the reference policy; None: the initial model. Loaded only if KL is on. With
+    adapters and None: the base, which is held anyway."""
+    teacher: str | None = None
+    """Model folder of the teacher; loaded only if ``loss.teacher_coef`` is not 0."""
+    lora: LoraSettings | None = None
+    """None: all weights train."""
     distributed_timeout_s: float = 600.0
     seed: int = 0
     deterministic: bool = False
@@ -134,6 +190,8 @@ def from_spec(
     *,
     dtype: DTypeName,
     seed: int,
+    lora: Lora | None = None,
+    teacher: Teacher | None = None,
     deterministic: bool = False,
 ) -> TrainerSettings:
     """Settle the trainer of a run file.
@@ -143,6 +201,8 @@ def from_spec(
         rollout: ``[rollout]``; temperature and the longest response are read from it.
         dtype: ``[model] dtype``.
         seed: of the run.
+        lora: ``[lora]``; None, or rank 0: all weights train.
+        teacher: ``[teacher]``, held by the trainer; None: no distillation.
         deterministic: same seed, same loss, also on a GPU; costs speed there.
 
     Raises:
@@ -151,7 +211,7 @@ def from_spec(
     if core.backend != "torch" or core.packing == "expert_aware":
         raise ValueError(f"backend {core.backend} with packing {core.packing} is not for torch")
     return TrainerSettings(
-        loss=_loss(core, rollout),
+        loss=_loss(core, rollout, teacher),
         optimizer=_optimizer(core),
         dtype=dtype,
         temperature=rollout.temperature,
@@ -164,13 +224,21 @@ def from_spec(
         policy_grad_norm_every=core.policy_grad_norm_every,
         max_skipped_steps=core.max_skipped_steps,
         reference=None if core.reference is None else str(core.reference),
+        teacher=None if teacher is None else str(teacher.path),
+        lora=None if lora is None or lora.rank == 0 else _lora(lora),
         distributed_timeout_s=core.distributed_timeout,
         seed=seed,
         deterministic=deterministic,
     )
 
 
-def _loss(core: Core, rollout: Rollout) -> LossSettings:
+def _lora(lora: Lora) -> LoraSettings:
+    return LoraSettings(
+        rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets
+    )
+
+
+def _loss(core: Core, rollout: Rollout, teacher: Teacher | None) -> LossSettings:
     row = core.loss_row
     return LossSettings(
         ratio=row.ratio,
@@ -191,17 +259,22 @@ def _loss(core: Core, rollout: Rollout) -> LossSettings:
         tis_level=core.tis_level,
         tis_mode=core.tis_mode,
         max_response_tokens=rollout.max_response_tokens,
+        teacher_coef=0.0 if teacher is None else teacher.coef,
+        teacher_top_k=0 if teacher is None else teacher.top_k,
     )
 
 
 def _optimizer(core: Core) -> OptimizerSettings:
     decay = core.lr_decay_updates or core.max_updates
-    if core.lr_schedule == "cosine" and decay is None:
-        raise ValueError("a cosine schedule needs lr_decay_updates or max_updates")
+    if core.lr_schedule != "constant" and decay is None:
+        raise ValueError(f"{core.lr_schedule} needs lr_decay_updates or max_updates")
     return OptimizerSettings(
         lr=core.lr,
         lr_schedule=core.lr_schedule,
         lr_decay_updates=decay,
+        lr_decay_share=core.lr_decay_share,
+        lr_scale=tuple(core.lr_scale.items()),
+        undecayed=core.undecayed,
         min_lr=core.min_lr,
         warmup_updates=core.warmup_updates,
         weight_decay=core.weight_decay,

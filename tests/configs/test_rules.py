@@ -24,6 +24,40 @@ MOE = MODEL | {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_si
 
 ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     # id, settings, field, text of message or allowed
+    (
+        "rolling by a collective",
+        ('core.publication_mode = "rolling"', 'core.publication_transport = "broadcast"'),
+        "core.publication_mode",
+        "one by one",
+    ),
+    (
+        "ipc to another GPU",
+        (*GPUS, 'core.publication_transport = "ipc"'),
+        "core.publication_transport",
+        "rollout.colocated = true",
+    ),
+    (
+        "ipc to SGLang on CPU",
+        ('core.publication_transport = "ipc"', 'rollout.engine = "sglang"'),
+        "core.publication_transport",
+        "on a GPU only",
+    ),
+    (
+        "ipc over machines",
+        ("launch.replicas = 2", 'core.publication_transport = "ipc"'),
+        "core.publication_transport",
+        "one machine",
+    ),
+    (
+        "a collective on one GPU",
+        (
+            "launch.gpus_per_replica = 1",
+            "rollout.colocated = true",
+            'core.publication_transport = "broadcast"',
+        ),
+        "core.publication_transport",
+        "two ranks of one collective",
+    ),
     ("one sample", ("rollout.samples_per_prompt = 1",), "rollout.samples_per_prompt", "OPD"),
     (
         "top-p with TIS",
@@ -104,6 +138,36 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         ("lora.rank = 8", 'lora.publish = "adapter"'),
         "lora.publish",
         "sglang",
+    ),
+    (
+        "an argument that a field decides",
+        ('rollout.engine = "sglang"', "rollout.engine_args = { tensor-parallel-size = 2 }"),
+        "rollout.engine_args.tensor-parallel-size",
+        "rollout.tensor decides it",
+    ),
+    (
+        "an abbreviated argument",
+        ('rollout.engine = "sglang"', "rollout.engine_args = { base_gpu = 1 }"),
+        "rollout.engine_args.base_gpu",
+        "an engine sees its own only",
+    ),
+    (
+        "a shared GPU without a split",
+        (*GPUS, 'rollout.engine = "sglang"', "rollout.colocated = true"),
+        "rollout.colocated",
+        "mem_fraction_static",
+    ),
+    (
+        "sleep beside nobody",
+        ('rollout.engine = "sglang"', "rollout.sleep = true"),
+        "rollout.sleep",
+        "memory to give back",
+    ),
+    (
+        "a key of one's own",
+        ("rollout.engine_args = { api_key = 'k' }",),
+        "rollout.engine_args.api_key",
+        "a fresh key",
     ),
     (
         "too long",
@@ -324,6 +388,15 @@ def test_protection_with_commits_and_resumption_is_no_warning(load: Load) -> Non
 
 def test_presets_break_no_rule() -> None:
     presets = sorted(Path("configs/presets").glob("*.toml"))
-    assert [path.stem for path in presets] == ["dev", "laptop", "node", "three-node"]
+    assert [path.stem for path in presets] == [
+        "dev",
+        "laptop-lora",
+        "laptop-opd",
+        "laptop-sglang",
+        "laptop",
+        "node",
+        "one-gpu",
+        "three-node",
+    ]
     for path in presets:
         assert load_run(path).warnings == (), path

@@ -1,8 +1,8 @@
 """The engines that the contract suite runs against.
 
-An implementation is a function from limits to a running server. ``embedded`` runs in a thread of
-this process; ``sglang`` can be added as a child process once ``make test-sglang`` brings it: the
-tests talk to a URL and know two model folders.
+An implementation is a function from limits to a running server: ``embedded`` in a thread of this
+process, ``sglang`` as its own processes. The tests talk to a URL and know two model folders. What
+one engine alone promises is marked ``only_on``, with the reason; docs/engine-contract.md lists it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
+from tests.contracts.sglang_engine import KEY, SharedServers, need_environment
 from tests.contracts.tiny_models import save_model, tiny_qwen3
 
 
@@ -47,12 +48,11 @@ class RunningEngine:
 
     url: str
     api_key: str | None = None
+    kind: str = "embedded"
 
     async def call(self, method: str, path: str, body: object = None) -> Answer:
         raw = body if isinstance(body, bytes) else None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {"Content-Type": "application/json", **self._headers()}
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
             session.request(method, self.url + path, data=raw, headers=headers) as response,
@@ -60,6 +60,9 @@ class RunningEngine:
             content = await response.read()
             is_json = response.content_type == "application/json"
             return Answer(response.status, orjson.loads(content) if is_json else content.decode())
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     async def post(self, path: str, body: object = None) -> Answer:
         return await self.call("POST", path, {} if body is None else body)
@@ -80,7 +83,9 @@ class RunningEngine:
         """A streaming call under way; leaving the block drops the connection."""
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.post(self.url + "/generate", json={**body, "stream": True}) as response,
+            session.post(
+                self.url + "/generate", json={**body, "stream": True}, headers=self._headers()
+            ) as response,
         ):
             yield Stream(response)
 
@@ -161,9 +166,12 @@ def embedded(models: Models, **limits: Any) -> Iterator[RunningEngine]:
         yield RunningEngine(server.url, key)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., AbstractContextManager[RunningEngine]]] = {
-    "embedded": embedded,
-}
+ENGINES = ("embedded", pytest.param("sglang", marks=(pytest.mark.sglang, pytest.mark.timeout(400))))
+
+
+def only_on(kind: str, because: str) -> pytest.MarkDecorator:
+    """The test is about one engine; ``because`` says what the other does."""
+    return pytest.mark.only_on(kind, because)
 
 
 @pytest.fixture(scope="session")
@@ -182,13 +190,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(folders, made)
 
 
-@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+@pytest.fixture(scope="session")
+def sglang_servers(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedServers]:
+    need_environment()
+    servers = SharedServers(models.folders["a"], tmp_path_factory.mktemp("sglang"))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(params=ENGINES)
 def start_engine(
     request: pytest.FixtureRequest, models: Models
 ) -> Callable[..., AbstractContextManager[RunningEngine]]:
     """Start a server with limits of one's own: ``with start_engine(max_queued_requests=2)``."""
-    make = IMPLEMENTATIONS[request.param]
-    return lambda **limits: make(models, **limits)
+    kind: str = request.param
+    marker = request.node.get_closest_marker("only_on")
+    if marker is not None and marker.args[0] != kind:
+        pytest.skip(f"on {marker.args[0]} only: {marker.args[1]}")
+    if kind == "embedded":
+        return lambda **limits: embedded(models, **limits)
+    servers: SharedServers = request.getfixturevalue("sglang_servers")
+
+    @contextmanager
+    def lend(**limits: Any) -> Iterator[RunningEngine]:
+        with servers.lend(**limits) as url:
+            yield RunningEngine(url, KEY, kind)
+
+    return lend
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runtime.drill.processes import processes_of
 from runtime.publication.scratch import scratch_root, sweep
 from runtime.recipes import laptop
-from tests.e2e.running import Run, processes_of
+from tests.e2e.running import Run
 
 VERIFIER = '''
 def score(response, answer, metadata):

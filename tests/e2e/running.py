@@ -1,10 +1,9 @@
 """A small run of the real thing: guard, Ray, embedded engine, trainer; and what tests ask of it."""
 
 import json
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from configs.load import load_run
 from runtime.checkpoints.resume import find_restorable
 from runtime.data.history import LedgerReport, read_history
 from runtime.data.segments import LedgerSegment
+from runtime.drill.processes import processes_of, role_of
 from runtime.launch.attempts import Launch
 from runtime.launch.start import start_run
 from runtime.rundir import enter, history
 from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control, StopMode
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.processes import ATTEMPT_VARIABLE, kill_exactly
+from runtime.rundir.processes import kill_exactly
 from runtime.rundir.records import CommitRecord, EndRecord, Record
 from runtime.rundir.workflow import Workflow, read
 from runtime.session.answers import Done, Ended, Held, Lost, Running
@@ -224,44 +224,3 @@ class Run:
 
         self.until(are_there, f"{count} of {role}")
         return found
-
-
-def processes_of(attempts: Path) -> Iterator[psutil.Process]:
-    ours = f"{attempts}/"
-    mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    for process in psutil.process_iter():
-        if process.pid in mine:
-            continue
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            named = any(part.startswith(ours) for part in process.cmdline())
-            if named or process.environ().get(ATTEMPT_VARIABLE, "").startswith(ours):
-                yield process
-        except psutil.Error:
-            continue
-
-
-_ROLES = {
-    "guard": "runtime.session.guard",
-    "session": "runtime.session.driver",
-    "engine server": "runtime.engines.embedded.server",
-    "raylet": "raylet/raylet",
-}
-_ACTORS = {"trainer rank": "ray::_RankActor", "engine actor": "ray::EngineActor"}
-
-
-def role_of(process: psutil.Process) -> str | None:
-    try:
-        command: Sequence[str] = process.cmdline()
-    except psutil.Error:
-        return None
-    if not command:
-        return None
-    for role, start in _ACTORS.items():
-        if command[0].startswith(start):
-            return role
-    for role, part in _ROLES.items():
-        if part in command[:4] or command[0].endswith(part):
-            return role
-    return None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.checkpoints.export import read_receipt
+from runtime.evaluation.receipts import EvaluationReceipt, derive
 from runtime.rundir import history
 from runtime.rundir.records import EpochRecord
 from runtime.session.answers import Ended
@@ -36,10 +38,13 @@ def test_run_goes_on_after_every_kind_of_stop(make_run: Callable[..., Run]) -> N
     assert damaged.is_dir()
 
     run.role("guard")[0].send_signal(signal.SIGTERM)
-    assert_stopped(run, "sigterm", "stopped")
+    assert_terminated(run)
     stopped_at = run.end.update
 
     run.start('launch.detach_grace="2s"')
+    run.until(lambda: asked_at(run, stopped_at).reason, "the request of the stopped one to be void")
+    assert asked_at(run, stopped_at).reason == "superseded"
+    shutil.rmtree(run.root.export)
     run.until_epoch(3)
     run.until_ended(attach=False)
     assert_stopped(run, "parked", "parked")
@@ -74,6 +79,28 @@ def assert_stopped(run: Run, ended_by: str, activity: str) -> None:
     assert not run.root.export.exists()
     assert not any(run.root.evaluations.glob(f"e*.u{end.update}/*"))
     assert run.view.activity == activity
+
+
+def assert_terminated(run: Run) -> None:
+    """Nobody resumes it by himself: what it owes is asked for, and exported in the time left."""
+    end = run.until_ended()
+    assert (end.state, end.ended_by, end.activity) == ("training", "sigterm", "stopped"), run.log()
+    assert run.commits[-1].update == end.update
+    asked = asked_at(run, end.update)
+    assert (asked.state, asked.request.kind, asked.request.mode) == (
+        "requested", "final", "background",
+    )  # fmt: skip
+    exported = read_receipt(run.root.export)
+    assert exported is not None
+    assert exported.update == end.update
+    assert look(run.root).exit_code == RESUMABLE
+
+
+def asked_at(run: Run, update: int) -> EvaluationReceipt:
+    (folder,) = run.root.evaluations.glob(f"e*.u{update}/held")
+    receipt = derive(folder, stands=True)
+    assert receipt is not None
+    return receipt
 
 
 def assert_refuses_without_a_valid_commit(run: Run) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from runtime.data.collections import read_collection
 from runtime.errors import ConfigError
 from runtime.rundir import history
 from tests.e2e.checks import assert_whole
@@ -24,10 +25,21 @@ def test_undisturbed_run_completes_and_a_second_start_attaches(run: Run) -> None
     assert sorted(p.name for p in run.root.rollouts.glob("*.parquet")) == [
         f"{number:06d}-e1.parquet" for number in range(1, 9)
     ]
+    assert_evaluation_resampled_nothing(run)
     assert_export_loads(run)
     before = run.records
     assert run.start().how == "complete"
     assert run.records == before
+
+
+def assert_evaluation_resampled_nothing(run: Run) -> None:
+    """Shared evaluation under refresh: what waited at the gate goes on as it was."""
+    paused = run.events("generation.paused")
+    assert [event["reason"] for event in paused] == ["evaluation"] * 2
+    assert len(run.events("generation.resumed")) == 2
+    assert run.ledger().requeued == 0
+    for path in run.root.rollouts.glob("*.parquet"):
+        assert {group.attempt for group in read_collection(path).groups} == {1}
 
 
 def assert_export_loads(run: Run) -> None:

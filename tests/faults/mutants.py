@@ -17,6 +17,13 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("configs", "runtime", "tests")
 
 
+_END_OF_SEAL = """\
+                detail={"write_s": round(self._clock.monotonic() - start, 3)},
+            )
+        )
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """One protocol step taken out of a copy."""
@@ -34,7 +41,7 @@ MUTANTS = (
         edits=(
             (
                 "runtime/checkpoints/commit.py",
-                "        files = seal([(name, folder / name) for name in sorted(names)])\n",
+                "        files = seal([(name, folder / name) for name in sorted(names)], names)\n",
                 (
                     "        from runtime.checkpoints.files import digest\n\n"
                     "        files = tuple(\n"
@@ -51,19 +58,19 @@ MUTANTS = (
             ),
             (
                 "runtime/checkpoints/commit.py",
+                _END_OF_SEAL,
                 (
-                    '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
-                    "            )\n        )\n"
-                ),
-                (
-                    '                detail={"write_s": round(self._clock.monotonic() - start, 3)},\n'
-                    "            )\n        )\n"
+                    f"{_END_OF_SEAL}"
                     "        seal([(name, final / name) for name in sorted(names)])\n"
                     "        return record\n"
                 ),
             ),
         ),
         caught_by=(
+            (
+                "tests/runtime/checkpoints/test_commit.py::"
+                "test_every_file_is_durable_before_the_record_that_names_it"
+            ),
             (
                 "tests/runtime/checkpoints/test_commit.py::"
                 "test_kill_at_every_file_operation_leaves_the_newest_told_commit_restorable"
@@ -92,8 +99,8 @@ MUTANTS = (
         ),
         caught_by=(
             (
-                "tests/runtime/rollout/test_producer.py::"
-                "test_siblings_are_cancelled_and_joined_and_all_of_the_attempt_is_thrown_away"
+                "tests/runtime/rollout/test_requests.py::"
+                "test_a_failing_sibling_cancels_the_others_and_they_are_joined"
             ),
             "tests/faults/test_producer_cancelled.py",
         ),
@@ -151,10 +158,10 @@ def make(mutant: Mutant, folder: Path) -> None:
         file.write_text(text.replace(old, new))
 
 
-def is_caught(mutant: Mutant, folder: Path) -> tuple[bool, str]:
-    """Whether a test fails in the copy, and what pytest says."""
+def is_caught(mutant: Mutant, folder: Path, *flags: str) -> tuple[bool, str]:
+    """Whether a test fails in the copy, and what pytest says; ``-x`` for the first one alone."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", "-q", *flags, "--no-header", "-p", "no:cacheprovider",
          *mutant.caught_by],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "HYPOTHESIS_PROFILE": "ci"},

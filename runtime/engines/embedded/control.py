@@ -30,6 +30,7 @@ def routes() -> list[web.RouteDef]:
         ("/model_info", model_info),
         ("/get_model_info", model_info),
         ("/v1/loads", loads),
+        ("/milepost", milepost),
         ("/flush_cache", flush_cache),
     ]
     posts = [
@@ -97,7 +98,7 @@ def _flush(engine: Engine) -> bool:
 
 
 async def server_info(http: web.Request) -> web.Response:
-    """Settings and state. ``vocab_size``, ``opens_shared_memory`` and ``paused`` are ours."""
+    """Settings and state. ``vocab_size`` and ``paused`` are ours, upstream has neither."""
     engine = http.app[EngineKey]
     settings, decoder = engine.settings, engine.decoder
     return json_response(
@@ -109,7 +110,6 @@ async def server_info(http: web.Request) -> web.Response:
             "max_req_input_len": engine.rules.context_length - 1,
             "vocab_size": engine.rules.vocab_size,
             "enable_return_routed_experts": False,
-            "opens_shared_memory": True,
             "status": "ready",
             "version": VERSION,
             "started_at": engine.started_at,
@@ -141,6 +141,19 @@ async def model_info(http: web.Request) -> web.Response:
             "has_audio_understanding": False,
             "model_type": config.model_type,
             "architectures": config.architectures,
+        }
+    )
+
+
+async def milepost(http: web.Request) -> web.Response:
+    """What upstream does not tell and every engine of ours does."""
+    rules = http.app[EngineKey].rules
+    return json_response(
+        {
+            "contract": 1,
+            "vocab_size": rules.vocab_size,
+            "context_length": rules.context_length,
+            "shares": "memory",
         }
     )
 

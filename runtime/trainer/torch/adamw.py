@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.trainer.settings import OptimizerSettings
 from runtime.trainer.torch.long import LongWeights
@@ -24,8 +25,12 @@ class AdamW(Protocol):
     @num_steps.setter
     def num_steps(self, value: int) -> None: ...
 
-    def step(self, lr: float, grad_factor: float) -> None:
-        """One step with the gradients of the masters times ``grad_factor``."""
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
+        """One step with the gradients of the masters, clipped to ``max_norm``.
+
+        ``norm`` is their length, float32 [1] where they are; not finite, it may not be given to an
+        optimizer over a list.
+        """
         ...
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
@@ -42,12 +47,17 @@ class ListAdamW:
 
     def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
         self._weights = weights
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, master in zip(weights.names, weights.masters, strict=True):
+            groups.setdefault(settings.group_of(name), []).append(master)
         self._adam = torch.optim.AdamW(
-            weights.masters,
+            [
+                {"params": masters, "weight_decay": decay, "lr_scale": scale}
+                for (scale, decay), masters in groups.items()
+            ],
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
             fused=True,
         )
         for master in weights.masters:
@@ -57,12 +67,14 @@ class ListAdamW:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def step(self, lr: float, grad_factor: float) -> None:
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
         """See AdamW."""
+        grad_factor = _clip_factor(norm, max_norm).item()
         if grad_factor != 1.0:
             for gradient in self._weights.collect_gradients():
                 gradient.mul_(grad_factor)
-        self._adam.param_groups[0]["lr"] = lr
+        for group in self._adam.param_groups:
+            group["lr"] = lr * group["lr_scale"]
         self._adam.step()
         self._weights.masters_changed()
 
@@ -89,17 +101,30 @@ class ListAdamW:
 class LongAdamW:
     """Clip, step, rounding and the measure of the change in one pass over memory."""
 
-    def __init__(self, long: LongWeights, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, long: LongWeights, settings: OptimizerSettings, *, names: Sequence[str]
+    ) -> None:
+        """Make the moments.
+
+        Args:
+            long: the weights.
+            settings: of the optimizer.
+            names: of the weights, in their order; neighbours of one group are one call.
+        """
         self._long = long
         self._settings = settings
+        self._parts = long.runs([settings.group_of(name) for name in names])
         self._exp_avg_N = torch.zeros_like(long.master_N)
         self._exp_avg_sq_N = torch.zeros_like(long.master_N)
         self._squared_change: Tensor | None = None
         self.num_steps = 0
 
     @torch.no_grad()
-    def step(self, lr: float, grad_factor: float) -> None:
-        """See AdamW. Without any gradient the step is not taken."""
+    def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
+        """See AdamW. Without any gradient, or with a norm that is not finite, nothing changes.
+
+        Counted all the same: whoever learns the norm sets ``num_steps`` back.
+        """
         grad_N = self._long.gradient()
         if grad_N is None:
             return
@@ -110,19 +135,23 @@ class LongAdamW:
             from runtime.trainer.torch import kernels
 
             step = kernels.adamw_
-        self._squared_change = step(
-            self._long.param_N,
-            self._long.master_N,
-            self._exp_avg_N,
-            self._exp_avg_sq_N,
-            grad_N,
-            grad_factor=grad_factor,
-            decay=1.0 - lr * self._settings.weight_decay,
-            step_size=lr / (1.0 - beta1**self.num_steps),
-            root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
-            betas=(beta1, beta2),
-            eps=self._settings.adam_eps,
-        )
+        long = self._long
+        whole = (long.param_N, long.master_N, self._exp_avg_N, self._exp_avg_sq_N, grad_N)
+        changes: list[Tensor] = []
+        for part, (scale, weight_decay) in self._parts:
+            rate = lr * scale
+            change = step(
+                *(tensor_N[part] for tensor_N in whole),
+                norm,
+                max_norm=max_norm,
+                decay=1.0 - rate * weight_decay,
+                step_size=rate / (1.0 - beta1**self.num_steps),
+                root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
+                betas=(beta1, beta2),
+                eps=self._settings.adam_eps,
+            )
+            changes.append(change)
+        self._squared_change = changes[0] if len(changes) == 1 else torch.cat(changes)
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """See AdamW."""
@@ -142,8 +171,9 @@ def adamw_(
     exp_avg_N: Tensor,
     exp_avg_sq_N: Tensor,
     grad_N: Tensor,
+    norm: Tensor,
     *,
-    grad_factor: float,
+    max_norm: float,
     decay: float,
     step_size: float,
     root_correction: float,
@@ -154,7 +184,9 @@ def adamw_(
 
     Source: Loshchilov and Hutter 2019.
     """
-    grad_N = grad_N * grad_factor
+    if not norm.isfinite().all():
+        return torch.zeros(1)
+    grad_N = grad_N.float() * _clip_factor(norm, max_norm)
     exp_avg_N.lerp_(grad_N, 1.0 - betas[0])
     exp_avg_sq_N.mul_(betas[1]).addcmul_(grad_N, grad_N, value=1.0 - betas[1])
     old_N = master_N.clone()
@@ -162,3 +194,7 @@ def adamw_(
     master_N.mul_(decay).addcdiv_(exp_avg_N, root_N, value=-step_size)
     param_N.copy_(master_N)
     return old_N.sub_(master_N).square_()
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.where(norm > max_norm, max_norm / (norm + 1e-6), torch.ones_like(norm))

@@ -14,23 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.engines.protocol import TensorSpec
-from runtime.errors import ContractViolation, PartialWrite
+from runtime.errors import ConfigError, ContractViolation, PartialWrite
 from runtime.trainer.packing import Cost, by_flops, by_tokens
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch.exports import AdapterExport, in_buckets
+from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.record import KINDS, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
 from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
-from runtime.trainer.torch.state import (
-    KINDS,
-    RNG_CPU,
-    RNG_CUDA,
-    RankRecord,
-    RowSlice,
-    Staging,
-    StoredState,
-)
+from runtime.trainer.torch.staging import Staging
+from runtime.trainer.torch.state import StoredState, base_digest
 from runtime.trainer.torch.update import Machinery, Update
 from runtime.trainer.torch.weights import Weights
 
@@ -47,6 +43,8 @@ class TorchTrainer:
         self._is_warm = False
         self._staging = Staging()
         self._machinery: Machinery | None = None
+        self._base_digest: str | None = None
+        self._model_path = ""
 
     def load(self, model_path: str) -> dict[str, object]:
         """Load HF weights and make a fresh optimizer; facts about the model.
@@ -62,8 +60,11 @@ class TorchTrainer:
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        scorer = self._load_scorer(model_path)
-        weights = Weights(scorer, self.ranks, getattr(torch, settings.dtype))
+        lora = settings.lora
+        scorer = self._load_scorer(model_path, trained=True)
+        if lora is not None:
+            adapt(scorer.causal_lm, lora, seed=settings.seed)
+        weights = Weights(scorer, self.ranks, getattr(torch, settings.dtype), lora=lora)
         if settings.compile:
             compile_layers(scorer)
         self._machinery = Machinery(
@@ -78,26 +79,60 @@ class TorchTrainer:
                 dtype=weights.dtype,
             ),
             reference=self._load_reference(model_path),
+            teacher=self._load_teacher(scorer.causal_lm.config.vocab_size),
+            settle=self._staging.settle,
         )
+        # One rank's word is enough, and hashing a large base takes a while.
+        is_told = lora is not None and self.ranks.rank == 0
+        self._base_digest = base_digest(Path(model_path)) if is_told else None
+        self._model_path = model_path
         self.update, self.consumed_digest, self._skipped_steps = 0, "", 0
         return _facts(scorer, weights, settings)
 
-    def _load_scorer(self, path: str) -> PackedScorer:
+    def _load_scorer(self, path: str, *, trained: bool = False) -> PackedScorer:
+        # A layer with an adapter computes its own product.
+        has_adapters = trained and self.settings.lora is not None
         joint = self.settings.joint_projections
         return load_scorer(
             path,
             temperature=self.settings.temperature,
             chunk=self.settings.head_chunk_tokens,
             activation_checkpointing=self.settings.activation_checkpointing,
-            joint_projections=self.ranks.device.type == "cuda" if joint is None else joint,
+            joint_projections=not has_adapters
+            and (self.ranks.device.type == "cuda" if joint is None else joint),
         )
 
     def _load_reference(self, model_path: str) -> PackedScorer | None:
-        """The frozen reference, sharded and rounded like the policy; None unless KL is used."""
-        loss = self.settings.loss
-        if loss.kl == "off" or not (loss.kl_coef or loss.kl_reward_coef):
+        """The reference; None unless KL is used, and where the base under adapters serves as it."""
+        settings = self.settings
+        is_base = settings.lora is not None and settings.reference is None
+        if not settings.loss.uses_reference or is_base:
             return None
-        scorer = self._load_scorer(self.settings.reference or model_path)
+        return self._load_frozen(settings.reference or model_path)
+
+    def _load_teacher(self, vocab_size: int) -> PackedScorer | None:
+        """The teacher; None without distillation.
+
+        Raises:
+            ConfigError: if it has another vocabulary than the student.
+        """
+        settings = self.settings
+        if settings.teacher is None or settings.loss.teacher_coef == 0:
+            return None
+        scorer = self._load_frozen(settings.teacher)
+        found = scorer.causal_lm.config.vocab_size
+        if found != vocab_size:
+            raise ConfigError(
+                f"teacher.path = {settings.teacher}: a vocabulary of {found}, the student has "
+                f"{vocab_size}",
+                teacher=found,
+                student=vocab_size,
+            )
+        return scorer
+
+    def _load_frozen(self, path: str) -> PackedScorer:
+        """A model that is only scored, sharded and rounded like the policy."""
+        scorer = self._load_scorer(path)
         scorer.requires_grad_(False)
         Weights.frozen(scorer, self.ranks, getattr(torch, self.settings.dtype))
         if self.settings.compile:
@@ -156,25 +191,31 @@ class TorchTrainer:
         """HF names, dtypes and shapes in export order; tied weights once."""
         return self._ready.weights.specs()
 
+    @property
+    def adapter(self) -> AdapterExport:
+        """The adapters alone, as another set of weights to export.
+
+        Raises:
+            ConfigError: if the trainer has none.
+        """
+        lora = self.settings.lora
+        if lora is None:
+            raise ConfigError("an adapter was asked for, but lora.rank is 0")
+        return AdapterExport(weights=self._ready.weights, settings=lora, base=self._model_path)
+
     def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole weights in buckets of at most ``bucket_bytes``; a larger tensor comes alone.
 
         Collective: every rank must exhaust it. Alone and in fp32 the tensors *are* the weights, not
         copies: use them before the next step.
         """
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in self._ready.weights.full_tensors():
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
+        return in_buckets(self._ready.weights.full_tensors(), bucket_bytes)
 
     def stage(self) -> StagedState:
-        """Copy model, optimizer, RNG, counters and digest to host memory: the whole stall."""
+        """Begin to copy model, optimizer, RNG, counters and digest to host memory.
+
+        The next optimizer step waits for what is still to be copied then.
+        """
         m = self._ready
         tensors: dict[str, Tensor] = {}
         slices: dict[str, RowSlice] = {}
@@ -193,6 +234,7 @@ class TorchTrainer:
             optimizer_steps=m.optimizer.num_steps,
             skipped_steps=self._skipped_steps,
             slices={name: s for name, s in slices.items() if name in tensors},
+            base_digest=self._base_digest,
         )
         return self._staging.stage(tensors, record)
 
@@ -210,8 +252,8 @@ class TorchTrainer:
             for kind, part in zip(KINDS, (master, *moments), strict=True):
                 yield f"{kind}/{name}", part, place
 
-    def write_staged(self, token: str, folder: str) -> list[str]:
-        """Write a staged copy as this rank's files, fsynced; their names. Frees the copy."""
+    def write_staged(self, token: str, folder: str) -> dict[str, str]:
+        """Write a staged copy as this rank's files, fsynced; SHA-256 by name. Frees the copy."""
         return self._staging.write(token, Path(folder))
 
     def restore(self, folder: str) -> dict[str, object]:
@@ -224,8 +266,14 @@ class TorchTrainer:
             PartialWrite: if files are missing, damaged, or of another model.
         """
         m = self._ready
+        self._staging.settle()
         stored = StoredState(Path(folder))
         record = stored.records[0]
+        if self.ranks.rank == 0 and record.base_digest != self._base_digest:
+            raise PartialWrite(
+                f"{folder} holds adapters of the base {record.base_digest}, loaded is "
+                f"{self._base_digest} (None: all weights train)"
+            )
         with stored, torch.no_grad():
             for name, part, (shape, start) in self._stored_parts():
                 stored.fill(name, part, shape=shape, start=start)
@@ -242,6 +290,7 @@ class TorchTrainer:
 
     def stop(self) -> None:
         """Leave the process group and free memory. Idempotent."""
+        self._staging.settle()
         self._machinery = None
         self.ranks.leave()
 

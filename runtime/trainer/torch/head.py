@@ -27,53 +27,73 @@ class _ChunkedHead(torch.autograd.Function):
         hidden_RD: Tensor,
         weight_VD: Tensor,
         target_R: Tensor,
+        also_RK: Tensor,
         temperature: float,
         chunk: int,
         with_entropy: bool,
         num_kept: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_RD.shape[0]
         kept_KV = hidden_RD.new_empty(num_kept, weight_VD.shape[0])
         parts: list[tuple[Tensor, ...]] = []
         for part in _chunks(rows, num_kept, chunk):
             kept = kept_KV[part] if part.start < num_kept else None
             logits_CV = torch.mm(hidden_RD[part], weight_VD.t(), out=kept)
-            parts.append(_row_stats(logits_CV, target_R[part], temperature, with_entropy))
-        logprob_R, normaliser_R, entropy_R = (torch.cat(p) for p in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden_RD, weight_VD, target_R, normaliser_R, entropy_R, kept_KV)
+            stats = _row_stats(logits_CV, target_R[part], temperature, with_entropy)
+            picked_CK = logits_CV.gather(1, also_RK[part]).float() / temperature
+            parts.append((*stats, picked_CK - stats[1][:, None]))
+        logprob_R, normaliser_R, entropy_R, logprob_RK = (
+            torch.cat(p) for p in zip(*parts, strict=True)
+        )
+        ctx.save_for_backward(
+            hidden_RD, weight_VD, target_R, also_RK, normaliser_R, entropy_R, kept_KV
+        )
         ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
-        return logprob_R, entropy_R
+        return logprob_R, entropy_R, logprob_RK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprob_R, grad_entropy_R = grads
-        hidden_RD, weight_VD, target_R, normaliser_R, entropy_R, kept_KV = ctx.saved_tensors
+        grad_logprob_R, grad_entropy_R, grad_logprob_RK = grads
+        saved = ctx.saved_tensors
+        hidden_RD, weight_VD, target_R, also_RK, normaliser_R, entropy_R, kept_KV = saved
+        wants_weight = ctx.needs_input_grad[1]
         rows, num_kept = hidden_RD.shape[0], kept_KV.shape[0]
         grad_hidden_RD = torch.empty_like(hidden_RD)
 
         def gradient(part: slice, logits_CV: Tensor) -> Tensor:
+            grad_CK = grad_logprob_RK[part]
+            # Every log-prob takes its share of the same softmax away, so that is done once.
+            more_C = grad_CK.sum(1) if grad_CK.shape[1] else None
+            grad_C = grad_logprob_R[part]
             made_CV = _row_gradient(
                 logits_CV,
                 target_R[part],
                 normaliser_R[part],
                 entropy_R[part],
-                grad_logprob_R[part],
+                grad_C if more_C is None else grad_C + more_C,
                 grad_entropy_R[part] if ctx.with_entropy else None,
                 ctx.temperature,
             )
+            if more_C is not None:
+                place = torch.cat([target_R[part][:, None], also_RK[part]], 1)
+                amount = torch.cat([-more_C[:, None], grad_CK], 1) / ctx.temperature
+                made_CV.scatter_add_(1, place, amount.to(made_CV.dtype))
             torch.mm(made_CV, weight_VD, out=grad_hidden_RD[part])
             return made_CV
 
         whole = slice(0, num_kept)
         kept_grad_KV = gradient(whole, kept_KV) if num_kept else kept_KV
         if num_kept == rows:  # the usual case: one product, summed in fp32 inside it
-            return grad_hidden_RD, kept_grad_KV.t() @ hidden_RD, *(None,) * 5
-        grad_weight_VD = (kept_grad_KV.t() @ hidden_RD[whole]).float()
+            grad_VD = kept_grad_KV.t() @ hidden_RD if wants_weight else None
+            return grad_hidden_RD, grad_VD, *(None,) * 6
+        grad_weight_VD = (kept_grad_KV.t() @ hidden_RD[whole]).float() if wants_weight else None
         for part in _chunks(rows, num_kept, ctx.chunk):
             if part.start >= num_kept:
                 made_CV = gradient(part, hidden_RD[part] @ weight_VD.t())
-                grad_weight_VD += made_CV.t() @ hidden_RD[part]
-        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), *(None,) * 5
+                if grad_weight_VD is not None:
+                    grad_weight_VD += made_CV.t() @ hidden_RD[part]
+        grad_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_RD, grad_VD, *(None,) * 6
 
 
 def _chunks(rows: int, num_kept: int, chunk: int) -> list[slice]:
@@ -147,8 +167,9 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     with_entropy: bool,
+    also_RK: Tensor | None = None,
     kept_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of ``target_R`` and entropies of their distributions, at ``temperature``.
 
     Args:
@@ -158,16 +179,33 @@ def chunked_logprobs(
         temperature: logits are divided by it, as in sampling.
         chunk: rows whose logits exist at one time, beside kept ones.
         with_entropy: otherwise the second result is 0 and has no gradient.
+        also_RK: int64 [R, K] further tokens of each row whose log-probs are wanted; None: K = 0.
         kept_bytes: logits that may be kept for the backward pass; None: 5 GiB on a GPU, 64 MiB on
             a CPU.
 
     Returns:
-        float32 [R] and float32 [R], natural log; both carry gradients.
+        float32 [R], [R] and [R, K], natural log; all carry gradients.
     """
+    if also_RK is None:
+        also_RK = target_R.new_empty(target_R.shape[0], 0)
     limit = _KEPT_BYTES.get(hidden_RD.device.type, 0) if kept_bytes is None else kept_bytes
     row_bytes = weight_VD.shape[0] * hidden_RD.element_size()
     num_kept = min(hidden_RD.shape[0], limit // row_bytes) if torch.is_grad_enabled() else 0
     result = _ChunkedHead.apply(
-        hidden_RD, weight_VD, target_R, temperature, chunk, with_entropy, num_kept
+        hidden_RD, weight_VD, target_R, also_RK, temperature, chunk, with_entropy, num_kept
     )
-    return cast("tuple[Tensor, Tensor]", result)
+    return cast("tuple[Tensor, Tensor, Tensor]", result)
+
+
+@torch.no_grad()
+def likeliest(
+    hidden_RD: Tensor, weight_VD: Tensor, count: int, *, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` likeliest tokens of each row: log-probs float32 [R, K], ids int64 [R, K]."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for part in _chunks(hidden_RD.shape[0], 0, chunk):
+        logits_CV = _scaled(hidden_RD[part] @ weight_VD.t(), temperature)
+        top = logits_CV.topk(count, -1)
+        parts.append((top.values - logits_CV.logsumexp(-1, keepdim=True), top.indices))
+    logprob_RK, id_RK = (torch.cat(p) for p in zip(*parts, strict=True))
+    return logprob_RK, id_RK

@@ -106,8 +106,9 @@ def _adamw(
     exp_avg_sq,
     grad,
     squared_change,
+    norm,
     count,
-    grad_factor,
+    max_norm,
     decay,
     step_size,
     root_correction,
@@ -119,7 +120,11 @@ def _adamw(
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    g = tl.load(grad + at, mask=inside, other=0.0) * grad_factor
+    length = tl.load(norm)
+    is_finite = length - length == 0.0
+    grad_factor = tl.where(length > max_norm, max_norm / (length + 1.0e-6), 1.0)
+    inside = inside & is_finite
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * grad_factor
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
     old = tl.load(master + at, mask=inside, other=0.0)
@@ -130,7 +135,7 @@ def _adamw(
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(master + at, new, mask=inside)
     tl.store(param + at, new, mask=inside)
-    change = new - old
+    change = tl.where(inside, new - old, 0.0)
     tl.store(squared_change + block, tl.sum(change * change, 0))
 
 
@@ -230,8 +235,9 @@ def adamw_(
     exp_avg_N: Tensor,
     exp_avg_sq_N: Tensor,
     grad_N: Tensor,
+    norm: Tensor,
     *,
-    grad_factor: float,
+    max_norm: float,
     decay: float,
     step_size: float,
     root_correction: float,
@@ -245,8 +251,10 @@ def adamw_(
         master_N: see above.
         exp_avg_N: see above.
         exp_avg_sq_N: see above.
-        grad_N: before clipping.
-        grad_factor: what clipping multiplies it by.
+        grad_N: before clipping; of any dtype.
+        norm: float32 [1] length of the whole gradient, on the same device: read there, so that the
+            host need not wait for it. Not finite: nothing is changed.
+        max_norm: gradients are clipped to it.
         decay: factor of the masters, 1 - lr x weight decay.
         step_size: lr over the first bias correction.
         root_correction: 1 over the root of the second.
@@ -260,7 +268,7 @@ def adamw_(
     blocks = triton.cdiv(count, _BLOCK_N)
     squared_change = master_N.new_empty(blocks)
     _adamw[(blocks,)](
-        param_N, master_N, exp_avg_N, exp_avg_sq_N, grad_N, squared_change, count, grad_factor,
+        param_N, master_N, exp_avg_N, exp_avg_sq_N, grad_N, squared_change, norm, count, max_norm,
         decay, step_size, root_correction, 1.0 - betas[0], betas[1], eps, BLOCK=_BLOCK_N,
         num_warps=8,
     )  # fmt: skip

@@ -159,6 +159,8 @@ def _finish(
     token_T = np.concatenate(parts)
     fed_S = prompt_S + response_S - 1
     longest = int(fed_S.max())
+    if len(token_T) == len(members) * longest:
+        return _rectangle(token_T, members, prompt_S, longest, target_R, device)
     column_L = np.arange(longest)[None, :]
     prompt_column = column_L < prompt_S[:, None]
     row_SL = np.where(
@@ -197,6 +199,36 @@ def _finish(
     tensors = _together(long, np.dtype(np.int64), device)
     tensors |= _together(short, np.dtype(np.int32), device)
     return PackedRow(shape=shape, members=members, **tensors)
+
+
+def _rectangle(
+    token_T: np.ndarray,
+    members: tuple[int, ...],
+    prompt_S: np.ndarray,
+    longest: int,
+    target_R: np.ndarray,
+    device: torch.device,
+) -> PackedRow:
+    """A row that *is* its sequences: all equally long, nothing shared. Most of it is counting."""
+    count, none = len(members), np.zeros(0)
+    row_SL = np.arange(count * longest).reshape(count, longest)
+    column_L = np.arange(longest)
+    predicts_SL = column_L[None, :] >= prompt_S[:, None] - 1
+    long = {
+        "token_T": token_T,
+        "position_T": np.tile(column_L, count),
+        "row_SL": row_SL,
+        "slot_T": none,
+        "key_K": none,
+        "source_R": row_SL[predicts_SL],
+        "target_R": target_R,
+        "seq_R": np.repeat(np.arange(count), longest + 1 - prompt_S),
+    }
+    tensors = _together(long, np.dtype(np.int64), device)
+    ends = to_device(np.zeros(0, np.int32), device)
+    return PackedRow(
+        shape="rectangular", members=members, query_ends_S1=ends, key_ends_S1=ends, **tensors
+    )
 
 
 def _together(

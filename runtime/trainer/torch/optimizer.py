@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.utils import get_total_norm
 
 from runtime.trainer.settings import OptimizerSettings
@@ -19,7 +20,10 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
     """Rate of the update ``update`` (1 is the first).
 
     Grows linearly over ``warmup_updates`` and reaches ``lr`` at the last of them; then constant, or
-    half a cosine from ``lr`` down to ``min_lr`` at ``lr_decay_updates`` and flat from there.
+    down to ``min_lr`` at ``lr_decay_updates`` and flat from there: by half a cosine, linearly, or
+    linearly in the last ``lr_decay_share`` of the way ("wsd": warm up, stay, decay).
+
+    Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (MiniCPM, WSD).
     """
     if update <= settings.warmup_updates:
         return settings.lr * update / settings.warmup_updates
@@ -27,7 +31,13 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
         return settings.lr
     length = max(settings.lr_decay_updates - settings.warmup_updates, 1)
     done = min((update - settings.warmup_updates) / length, 1.0)
-    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done))
+    if settings.lr_schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * done))
+    elif settings.lr_schedule == "linear":
+        left = 1.0 - done
+    else:
+        left = min((1.0 - done) / settings.lr_decay_share, 1.0)
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
 class Optimizer:
@@ -39,7 +49,7 @@ class Optimizer:
         self._adam: AdamW = (
             ListAdamW(weights, settings)
             if weights.long is None
-            else LongAdamW(weights.long, settings)
+            else LongAdamW(weights.long, settings, names=weights.names)
         )
 
     def grad_norm(self) -> float:
@@ -57,11 +67,44 @@ class Optimizer:
         """
         is_taken = math.isfinite(norm)
         if is_taken:
-            limit = self._settings.max_grad_norm
-            factor = limit / (norm + 1e-6) if norm > limit else 1.0
-            self._adam.step(learning_rate(self._settings, update), factor)
+            length = torch.tensor([norm], dtype=torch.float32, device=self._weights.ranks.device)
+            self._adam.step(*self._how(update, length))
         self._weights.drop_gradients()
         return is_taken
+
+    @property
+    def steps_unseen(self) -> bool:
+        """A step can be ordered before the host knows how long the gradient is."""
+        return self._weights.long is not None
+
+    def step_unseen(self, update: int) -> float:
+        """``grad_norm`` and ``step`` in one; the norm. Only where ``steps_unseen``.
+
+        The host learns the norm while the step is under way: between the two a GPU would stand idle
+        for as long as it takes to tell the host and be told.
+        """
+        long, adam = self._weights.long, self._adam
+        gradient = None if long is None else long.gradient()
+        if gradient is None:
+            self._weights.drop_gradients()
+            return 0.0
+        norm = vector_norm(gradient, dtype=torch.float32).reshape(1)
+        told, arrived = norm, None
+        if norm.is_cuda:
+            told = norm.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        adam.step(*self._how(update, norm))
+        self._weights.drop_gradients()
+        if arrived is not None:
+            arrived.synchronize()
+        found = told.item()
+        if not math.isfinite(found):
+            adam.num_steps -= 1
+        return found
+
+    def _how(self, update: int, norm: Tensor) -> tuple[float, Tensor, float]:
+        return learning_rate(self._settings, update), norm, self._settings.max_grad_norm
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of (first, second) moment of each master, to read or to write."""
@@ -90,5 +133,7 @@ def global_norm(parts: Sequence[Tensor], ranks: Ranks) -> float:
     """L2 norm of tensors of which every rank holds its part (alone: all); 0.0 without any."""
     square = torch.zeros((), dtype=torch.float64)
     if parts:
-        square += get_total_norm(list(parts)).double().square().cpu()
+        in_fp32 = all(part.dtype == torch.float32 for part in parts)
+        norms = list(parts) if in_fp32 else [vector_norm(p, dtype=torch.float32) for p in parts]
+        square += get_total_norm(norms).double().square().cpu()
     return math.sqrt(ranks.add_up_on_cpu(square).item())

@@ -52,10 +52,23 @@ class Packer:
     ) -> abc.Generator[tuple[PackedRow, bool]]:
         """This rank's packed rows, and whether each one counts.
 
+        See ``packed``.
+        """
+        return self.packed(self.bins(sequences, chosen), sequences, chosen)
+
+    def bins(self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]) -> list[Bin]:
+        """This rank's bins."""
+        return self.plan(sequences, chosen)[self.ranks.rank]
+
+    def packed(
+        self, bins: list[Bin], sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]
+    ) -> abc.Generator[tuple[PackedRow, bool]]:
+        """Rows of ``bins``, one by one, and whether each one counts.
+
         A rank left without work gets a row that does not count: it takes part in the collectives
         inside the model, and its result is to be dropped.
         """
-        for a_bin in self.plan(sequences, chosen)[self.ranks.rank]:
+        for a_bin in bins:
             if a_bin:
                 yield self._pack(a_bin, sequences), True
             else:
@@ -88,9 +101,33 @@ def score(
     # Kept on the device until all rows run: the host packs a row while the one before it runs.
     scored: list[tuple[Tensor, Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
-        logprob_N, _ = scorer(row)
+        logprob_N, _, _ = scorer(row)
         if counts:
             scored.append((torch.from_numpy(flat_places(row, offset_S)), logprob_N))
     for at, logprob_N in scored:
         flat_R[at] = logprob_N.cpu()
     return packer.ranks.add_up_on_cpu(flat_R)
+
+
+@torch.no_grad()
+def score_likeliest(
+    scorer: PackedScorer,
+    packer: Packer,
+    sequences: abc.Sequence[Sequence],
+    offset_S: NDArray[np.int64],
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens at every response token's place, whole on every rank. Collective.
+
+    Returns:
+        On the CPU: float32 [R, K] log-probs, int64 [R, K] token ids.
+    """
+    logprob_RK = torch.zeros(int(offset_S[-1]), count)
+    id_RK = torch.zeros(int(offset_S[-1]), count, dtype=torch.int64)
+    for row, counts in packer.rows(sequences, range(len(sequences))):
+        logprob_NK, id_NK, _ = scorer(row, num_likeliest=count)
+        if counts:
+            at = torch.from_numpy(flat_places(row, offset_S))
+            logprob_RK[at], id_RK[at] = logprob_NK.cpu(), id_NK.cpu()
+    ranks = packer.ranks
+    return ranks.add_up_on_cpu(logprob_RK), ranks.add_up_on_cpu(id_RK)

@@ -13,7 +13,7 @@ from runtime.trainer.objective import Objective
 
 # Legend: N response tokens of the row.
 
-SUMS = ("loss", "policy_loss", "kl_loss", "clipped", "active")
+SUMS = ("loss", "policy_loss", "kl_loss", "teacher_loss", "clipped", "active")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RowResult:
     entropy_N: Tensor | None
     """None where it was not asked for."""
     sums: Tensor
-    """float64 [5], in the order of ``SUMS``."""
+    """float64 [6], in the order of ``SUMS``."""
     _arrived: torch.cuda.Event | None
 
     @classmethod
@@ -46,6 +46,7 @@ class RowResult:
             result.loss,
             result.policy_loss,
             result.kl_loss,
+            result.teacher_loss,
             result.num_clipped,
             result.num_active,
         )

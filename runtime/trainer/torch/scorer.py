@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.attention import NAME
-from runtime.trainer.torch.head import chunked_logprobs
+from runtime.trainer.torch.head import chunked_logprobs, likeliest
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.projections import fuse_projections
 
@@ -31,11 +31,26 @@ class PackedScorer(nn.Module):
         self._temperature = temperature
         self._chunk = chunk
 
-    def forward(self, row: PackedRow, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        row: PackedRow,
+        *,
+        with_entropy: bool = False,
+        also_RK: Tensor | None = None,
+        num_likeliest: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Score a packed row.
 
+        Args:
+            row: tokens and who attends to whom.
+            with_entropy: otherwise entropies are 0.
+            also_RK: int64 [R, K] further tokens to score at each place.
+            num_likeliest: above 0: score that many likeliest tokens instead, without a gradient.
+
         Returns:
-            float32 log-probs and entropies [R] of the row's response tokens, in its order.
+            float32 log-probs [R] and entropies [R] of the row's response tokens, in its order, and
+            log-probs [R, K] of the further tokens. With ``num_likeliest``: log-probs [R, K], ids
+            [R, K], and nothing.
         """
         hidden_1TD = self.causal_lm.base_model(
             input_ids=row.token_T[None],
@@ -43,13 +58,25 @@ class PackedScorer(nn.Module):
             use_cache=False,
             packed=row,
         ).last_hidden_state
+        hidden_RD = hidden_1TD.squeeze(0).index_select(0, row.source_R)
+        weight_VD = self.causal_lm.get_output_embeddings().weight
+        if num_likeliest:
+            logprob_RK, id_RK = likeliest(
+                hidden_RD,
+                weight_VD,
+                num_likeliest,
+                temperature=self._temperature,
+                chunk=self._chunk,
+            )
+            return logprob_RK, id_RK, hidden_RD.new_empty(0)
         return chunked_logprobs(
-            hidden_1TD.squeeze(0).index_select(0, row.source_R),
-            self.causal_lm.get_output_embeddings().weight,
+            hidden_RD,
+            weight_VD,
             row.target_R,
             temperature=self._temperature,
             chunk=self._chunk,
             with_entropy=with_entropy,
+            also_RK=also_RK,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""A rank's state on its way to disk and back: host copies, rank files, reading across ranks.
+"""A rank's state on disk: which files there are, and how any number of ranks reads them.
 
 Each rank writes two files of its own, in parallel and without a collective::
 
@@ -13,136 +13,21 @@ pickled.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
-import os
 import re
-import threading
-import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime import faults
-from runtime.errors import DiskFull, PartialWrite
-from runtime.trainer.protocol import StagedState
+from runtime.errors import PartialWrite
+from runtime.trainer.torch.record import RNG_CPU, RNG_CUDA, RankRecord
 
 _NAME = re.compile(r"trainer-(\d{5})-of-(\d{5})\.json")
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What is stored of each weight, as prefix of its name."""
-RNG_CPU = "rng.cpu"
-RNG_CUDA = "rng.cuda"
-
-
-class RowSlice(BaseModel):
-    """Where a rank's rows of one tensor lie in the whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: int
-    """First row; a rank without rows has no tensor in its file."""
-
-
-class RankRecord(BaseModel):
-    """The JSON beside a rank's tensors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = 1
-    rank: int
-    world_size: int
-    update: int
-    consumed_digest: str
-    optimizer_steps: int
-    skipped_steps: int
-    slices: dict[str, RowSlice]
-
-
-@dataclass(slots=True)
-class _Copy:
-    buffers: dict[str, Tensor]
-    record: RankRecord | None = None
-
-
-class Staging:
-    """Host copies of a rank's tensors. Thread-safe: writing runs beside training.
-
-    Buffers are kept and used again: memory that was never touched costs seven times a copy.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[_Copy] = []
-        self._held: dict[str, _Copy] = {}
-        self._tokens = itertools.count(1)
-
-    def stage(self, tensors: Mapping[str, Tensor], record: RankRecord) -> StagedState:
-        """Clone every tensor to host memory, also on CPU, where the trainer will go on changing it.
-
-        The returned stall is the whole time the trainer waits.
-        """
-        started = time.perf_counter()
-        with self._lock:
-            copy = self._free.pop() if self._free else _Copy({})
-        for name, tensor in tensors.items():
-            buffer = copy.buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
-                )
-                copy.buffers[name] = buffer
-            buffer.copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        copy.record = record
-        token = f"u{record.update}-{next(self._tokens)}"
-        with self._lock:
-            self._held[token] = copy
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        return StagedState(token=token, bytes=size, stall_s=time.perf_counter() - started)
-
-    def write(self, token: str, folder: Path) -> list[str]:
-        """Write a copy as this rank's files, fsync them and the folder, free the copy.
-
-        The copy is freed also when writing fails: a failed commit is made good by a new one.
-
-        Raises:
-            KeyError: if ``token`` is unknown or was written before.
-            DiskFull: if the disk is full.
-        """
-        with self._lock:
-            copy = self._held.pop(token)
-        record = copy.record
-        if record is None:
-            raise KeyError(token)
-        stem = f"trainer-{record.rank:05d}-of-{record.world_size:05d}"
-        try:
-            save_file(copy.buffers, folder / f"{stem}.safetensors")
-            if faults.plan is not None:
-                faults.plan.reach("commit.save", folder / f"{stem}.safetensors")
-            (folder / f"{stem}.json").write_text(record.model_dump_json())
-            for name in (f"{stem}.safetensors", f"{stem}.json", ""):
-                _fsync(folder / name)
-        except (OSError, SafetensorError) as exc:
-            # safetensors reports errors of the system as text of its own class.
-            if "os error 28" in str(exc) or getattr(exc, "errno", None) == 28:
-                raise DiskFull(f"no space for {stem} in {folder}") from exc
-            raise
-        finally:
-            copy.record = None
-            with self._lock:
-                self._free.append(copy)
-        return [f"{stem}.safetensors", f"{stem}.json"]
 
 
 class StoredState:
@@ -219,6 +104,15 @@ class StoredState:
         return file
 
 
+def base_digest(model: Path) -> str:
+    """SHA-256 over the weight files of an HF folder, in the order of their names."""
+    sha = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()
+
+
 def _read_records(folder: Path) -> list[RankRecord]:
     records: list[RankRecord] = []
     for path in sorted(folder.glob("trainer-*.json")):
@@ -238,11 +132,3 @@ def _read_records(folder: Path) -> list[RankRecord]:
     if len(same) != 1:
         raise PartialWrite(f"{folder} mixes the states of several updates: {sorted(same)}")
     return records
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,8 +21,9 @@ from runtime.trainer.packing import split_into_steps
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.layout import PackedRow, to_device
+from runtime.trainer.torch.lora import base_only
 from runtime.trainer.torch.optimizer import Optimizer, global_norm, learning_rate
-from runtime.trainer.torch.packer import Packer, flat_places, score
+from runtime.trainer.torch.packer import Packer, flat_places, score, score_likeliest
 from runtime.trainer.torch.results import SUMS, RowResult
 from runtime.trainer.torch.scorer import PackedScorer
 from runtime.trainer.torch.weights import Weights
@@ -39,6 +40,11 @@ class Machinery:
     optimizer: Optimizer
     packer: Packer
     reference: PackedScorer | None
+    """None without KL, and where the base under the adapters is the reference."""
+    teacher: PackedScorer | None = None
+    """None without distillation."""
+    settle: Callable[[], None] = lambda: None
+    """Returns when weights and moments may be changed: they may be being copied for a commit."""
 
 
 class Update:
@@ -59,6 +65,10 @@ class Update:
         self._measured_R = np.zeros(self._flat.num_tokens, dtype=np.bool_)
         self._is_scored_ahead = False
         self._reference_R: Tensor | None = None
+        self._teacher_R: Tensor | None = None
+        self._teacher_RK: Tensor | None = None
+        self._likeliest_RK: Tensor | None = None
+        """Token ids that ``_teacher_RK`` is of."""
         self._entropy_R = torch.zeros(self._flat.num_tokens)
         self._sums: dict[str, float] = defaultdict(float)
         self._norms: dict[str, list[float]] = defaultdict(list)
@@ -95,18 +105,31 @@ class Update:
         return [master.detach().clone() for master in self._m.weights.masters]
 
     def _score_ahead(self, *, num_steps: int) -> None:
-        """Old and reference log-probs, where the forward pass of training cannot give them.
+        """Log-probs that the forward pass of training cannot give: old, reference, teacher's.
 
         With one optimizer step the old policy *is* the policy of that forward pass, so its
-        log-probs are the detached current ones: numerically the same, and one pass less.
+        log-probs are the detached current ones: numerically the same, and one pass less. Not so
+        with dropout, which that pass has and sampling had not.
         """
-        packer, sequences, offset_S = self._m.packer, self._batch.sequences, self._flat.offset_S
-        if self._loss.old_policy == "recompute" and num_steps > 1:
-            self._train_R = score(self._m.weights.scorer, packer, sequences, offset_S)
+        m, loss = self._m, self._loss
+        what = (m.packer, self._batch.sequences, self._flat.offset_S)
+        lora = m.settings.lora
+        has_dropout = lora is not None and lora.dropout > 0
+        if loss.old_policy == "recompute" and (num_steps > 1 or has_dropout):
+            self._train_R = score(m.weights.scorer, *what)
             self._measured_R[:] = True
             self._is_scored_ahead = True
-        if self._m.reference is not None:
-            self._reference_R = score(self._m.reference, packer, sequences, offset_S)
+        if m.reference is not None:
+            self._reference_R = score(m.reference, *what)
+        elif loss.uses_reference and lora is not None:
+            with base_only(m.weights.scorer, lora):
+                self._reference_R = score(m.weights.scorer, *what)
+        if m.teacher is not None and loss.has_teacher_loss:
+            self._teacher_RK, self._likeliest_RK = score_likeliest(
+                m.teacher, *what, loss.teacher_top_k
+            )
+        elif m.teacher is not None:
+            self._teacher_R = score(m.teacher, *what)
 
     def _one_step(self, chosen: list[int], update: int, *, is_first: bool) -> None:
         policy_norm = self._policy_norm_alone(chosen, update)
@@ -116,23 +139,35 @@ class Update:
                 self._sums[name] += value
             if is_first:  # on a GPU the backward pass still runs meanwhile
                 self._check_agreement()
-            norm = self._m.optimizer.grad_norm()
-        with self._timed("optimizer"):
-            if not self._loss.has_other_terms:
-                policy_norm = norm
-            if not self._expects_policy_gradient(chosen) and math.isfinite(policy_norm or 0.0):
-                contracts.require_no_policy_gradient(policy_norm, update=update)
-            if self._m.optimizer.step(update, norm):
-                self._norms["total_grad_norm"].append(norm)
-                if policy_norm is not None:
-                    self._norms["policy_grad_norm"].append(policy_norm)
-                return
-            self.skipped_total += 1
-            contracts.require_finite_steps(
-                self.skipped_total,
-                limit=self._m.settings.max_skipped_steps,
-                update=update,
-            )
+            optimizer = self._m.optimizer
+            # A batch without a policy gradient is looked at before anything is changed.
+            unseen = optimizer.steps_unseen and self._expects_policy_gradient(chosen)
+            norm = None if unseen else optimizer.grad_norm()
+        with self._timed("staging_wait"):
+            self._m.settle()
+        with self._timed("forward_backward" if norm is None else "optimizer"):
+            if norm is None:
+                norm = optimizer.step_unseen(update)
+                is_taken = math.isfinite(norm)
+            else:
+                if not self._expects_policy_gradient(chosen):
+                    measured = policy_norm if self._loss.has_other_terms else norm
+                    if math.isfinite(measured or 0.0):
+                        contracts.require_no_policy_gradient(measured, update=update)
+                is_taken = optimizer.step(update, norm)
+        if not self._loss.has_other_terms:
+            policy_norm = norm
+        if is_taken:
+            self._norms["total_grad_norm"].append(norm)
+            if policy_norm is not None:
+                self._norms["policy_grad_norm"].append(policy_norm)
+            return
+        self.skipped_total += 1
+        contracts.require_finite_steps(
+            self.skipped_total,
+            limit=self._m.settings.max_skipped_steps,
+            update=update,
+        )
 
     def _policy_norm_alone(self, chosen: list[int], update: int) -> float | None:
         """A backward pass of its own with the other terms at 0; None where it is not due."""
@@ -146,7 +181,7 @@ class Update:
         return norm
 
     def _expects_policy_gradient(self, chosen: list[int]) -> bool:
-        return self._loss.has_kl_in_advantage or not bool(self._flat.is_equal_S[chosen].all())
+        return self._loss.has_token_advantage or not bool(self._flat.is_equal_S[chosen].all())
 
     def accumulate(
         self, chosen: list[int], *, record: bool = False, policy_only: bool = False
@@ -166,9 +201,11 @@ class Update:
             self._flat.active_per_sequence()[chosen],
             max_response_tokens=self._loss.max_response_tokens,
         )
+        bins = self._m.packer.bins(self._batch.sequences, chosen)
+        self._m.weights.expect(num_rows=len(bins))
         rows = [
             self._run_row(row, weight_S * counts, counts, policy_only)
-            for row, counts in self._m.packer.rows(self._batch.sequences, chosen)
+            for row, counts in self._m.packer.packed(bins, self._batch.sequences, chosen)
         ]
         # Only now: until here the host ran ahead, packing one row while the one before it ran.
         total = torch.zeros(len(SUMS), dtype=torch.float64)
@@ -191,12 +228,16 @@ class Update:
     ) -> RowResult:
         with_entropy = self._loss.needs_entropy and not policy_only
         at = flat_places(row, self._flat.offset_S)
-        logprob_N, entropy_N = self._m.weights.scorer(row, with_entropy=with_entropy)
+        also_NK = self._picked(self._likeliest_RK, at)
+        logprob_N, entropy_N, also_NK = self._m.weights.scorer(
+            row, with_entropy=with_entropy, also_RK=also_NK
+        )
         inputs = self._inputs(row, at, weight_S)  # while the forward pass runs
         result = objective(
             self._loss,
             logprob_T=logprob_N,
             entropy_T=entropy_N,
+            also_TK=also_NK,
             inputs=inputs,
             policy_only=policy_only,
         )
@@ -226,10 +267,14 @@ class Update:
             behaviour_T=behaviour_N,
             old_T=behaviour_N if self._loss.old_policy == "behaviour" else train_N,
             train_T=train_N,
-            reference_T=None
-            if self._reference_R is None
-            else to_device(self._reference_R[at].numpy(), device),
+            reference_T=self._picked(self._reference_R, at),
+            teacher_T=self._picked(self._teacher_R, at),
+            teacher_TK=self._picked(self._teacher_RK, at),
         )
+
+    def _picked(self, flat_R: Tensor | None, at: NDArray[np.int64]) -> Tensor | None:
+        """A row's part of what was scored ahead, on this rank's device."""
+        return None if flat_R is None else to_device(flat_R[at].numpy(), self._ranks.device)
 
     def _check_agreement(self) -> None:
         figures = contracts.policy_agreement(
@@ -264,11 +309,14 @@ class Update:
         values.update({name: sum(n) / len(n) for name, n in self._norms.items() if n})
         if self._reference_R is not None:
             values["kl_loss"] = self._sums["kl_loss"] / num_steps
+        if self._m.teacher is not None:
+            values["teacher_kl"] = self._sums["teacher_loss"] / num_steps
         if self._loss.needs_entropy:
             entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)
             values["entropy"] = entropy_R[torch.from_numpy(flat.active_R)].double().mean().item()
         self._report_mismatch()  # beside the optimizer's kernel, which the next line waits for
-        values["parameter_change_norm"] = self._change_norm(before)
+        with self._timed("optimizer"):
+            values["parameter_change_norm"] = self._change_norm(before)
         values.update({f"elapsed_s/{name}": s for name, s in self._seconds.items()})
 
     def _change_norm(self, before: list[Tensor] | None) -> float:

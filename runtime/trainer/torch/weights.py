@@ -18,23 +18,41 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from runtime.engines.protocol import TensorSpec
+from runtime.trainer.settings import LoraSettings
 from runtime.trainer.torch.long import LongWeights
+from runtime.trainer.torch.lora import adapted, adapter_parts, is_adapter, merged, whole
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import PackedScorer
 
 
 class Weights:
-    """Parameters of a scorer and their fp32 masters, by HF name."""
+    """Parameters of a scorer that train, and their fp32 masters, by HF name.
 
-    def __init__(self, scorer: PackedScorer, ranks: Ranks, dtype: torch.dtype) -> None:
+    With adapters only these train: ``names``, ``params`` and ``masters`` are theirs.
+    """
+
+    def __init__(
+        self,
+        scorer: PackedScorer,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        lora: LoraSettings | None = None,
+    ) -> None:
         self.scorer = scorer
         self.ranks = ranks
         self.dtype = dtype
+        self.lora = lora
         scorer.to(ranks.device)
         if ranks.size > 1:
             _shard(scorer, ranks, dtype)
-        self.names = [name for name, _ in scorer.hf_names()]
-        self.params = [p for _, p in scorer.hf_names()]
+        trained = [(name, p) for name, p in scorer.hf_names() if p.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.params = [p for _, p in trained]
+        if ranks.size == 1:
+            for param in scorer.parameters():
+                if not param.requires_grad:
+                    param.data = param.data.to(dtype)
         self.long: LongWeights | None = None
         if ranks.size == 1 and dtype != torch.float32:
             self.long = LongWeights(self.params, dtype)
@@ -56,10 +74,15 @@ class Weights:
             return [nn.Parameter(_local(p.detach())) for p in self.params]
         return self.params if self.long is None else self.long.masters
 
+    def expect(self, *, num_rows: int) -> None:
+        """Say how many backward passes add up next."""
+        if self.long is not None:
+            self.long.expect(num_rows=num_rows)
+
     def collect_gradients(self) -> list[Tensor]:
         """This rank's part of each gradient that exists, as the masters' ``grad``."""
         if self.long is not None:
-            self.long.settle()
+            return self.long.gradients()
         if self.ranks.size > 1:
             for param, master in zip(self.params, self.masters, strict=True):
                 master.grad = None if param.grad is None else _local(param.grad)
@@ -84,25 +107,45 @@ class Weights:
 
     def specs(self) -> list[TensorSpec]:
         """What ``full_tensors`` yields: HF names, dtype of the forward pass, shapes."""
+        return [self._spec(name, param) for name, param in self._of_model()]
+
+    def adapter_specs(self) -> list[TensorSpec]:
+        """What ``adapter_tensors`` yields."""
+        return [self._spec(name, part) for name, part in adapter_parts(self.scorer.causal_lm)]
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole adapters by peft's names, one by one; collective."""
+        for name, part in adapter_parts(self.scorer.causal_lm):
+            yield name, whole(part.detach().to(self.dtype))
+
+    def _spec(self, name: str, param: Tensor) -> TensorSpec:
         dtype = str(self.dtype).removeprefix("torch.")
-        return [
-            TensorSpec(name=name, dtype=dtype, shape=tuple(param.shape))
-            for name, param in zip(self.names, self.params, strict=True)
-        ]
+        return TensorSpec(name=name, dtype=dtype, shape=tuple(param.shape))
+
+    def _of_model(self) -> list[tuple[str, nn.Parameter]]:
+        """The model's own weights, adapters left out."""
+        return [(name, p) for name, p in self.scorer.hf_names() if not is_adapter(name)]
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights one by one, rounded to the dtype of the forward pass; collective.
 
-        At any time one weight exists whole beside the shards, whoever holds on to it aside.
+        Adapters are merged into them. At any time one weight exists whole beside the shards, and
+        those the caller keeps.
         """
-        for name, param in zip(self.names, self.params, strict=True):
-            value = param.detach().to(self.dtype)  # before it travels: half the bytes
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        layers = {} if self.lora is None else adapted(self.scorer.causal_lm)
+        for name, param in self._of_model():
+            value = whole(
+                param.detach().to(self.dtype)
+            )  # rounded before it travels: half the bytes
+            layer = layers.get(name)
+            if layer is not None and self.lora is not None:
+                value = merged(value, layer, self.lora.scale, self.dtype)
+            yield name, value
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, tied weights once."""
-        return sum(param.numel() for param in self.params)
+        """Of the whole model, tied weights once; adapters are not counted."""
+        return sum(param.numel() for _, param in self._of_model())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ commit."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -13,15 +14,22 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from runtime.checkpoints.commit import Committer
-from runtime.checkpoints.export import RECEIPT, export_commit, export_live, read_receipt
+from runtime.checkpoints.export import (
+    RECEIPT,
+    export_commit,
+    export_damage,
+    export_live,
+    read_receipt,
+)
 from runtime.checkpoints.files import digest
 from runtime.checkpoints.readback import checksums_of, stored_tensors
-from runtime.checkpoints.resume import check_restored, find_restorable
+from runtime.checkpoints.resume import check_restored, find_restorable, restorable_at
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.errors import ContractViolation, DiskFull, PartialWrite
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
+from runtime.publication.snapshot import write_snapshot
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.trainer.local import LocalGroup
@@ -126,6 +134,32 @@ def test_the_final_export_is_the_trainer_and_loads_in_transformers(root, model):
 def test_a_receipt_that_cannot_be_read_proves_no_export(tmp_path, data):
     (tmp_path / RECEIPT).write_bytes(data)
     assert read_receipt(tmp_path) is None
+
+
+def test_a_sharded_export_is_whole_and_loads(root, model, monkeypatch):
+    shards = partial(write_snapshot, shard_bytes=1 << 14)
+    monkeypatch.setattr("runtime.trainer.rank.write_snapshot", shards)
+
+    async def main():
+        trainer, at_commit = await committed_run(root, model)
+        await trainer.shutdown()
+        restorable = restorable_at(root, Chain(root).read(), 1)
+        assert restorable_at(root, Chain(root).read(), 7) is None
+        other = LocalGroup(SETTINGS)
+        folder = root.path / "elsewhere"
+        receipt = await export_commit(root, other, restorable, model=model, epoch=1, to=folder)
+        await other.shutdown()
+        return at_commit, folder, receipt
+
+    at_commit, folder, receipt = anyio.run(main)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert export_damage(folder, receipt) == []
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, weight in at_commit.items():
+        assert torch.equal(loaded[name], weight)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1] + b"x")
+    assert [last.name in problem for problem in export_damage(folder, receipt)] == [True]
 
 
 def test_an_export_of_a_commit_is_the_weights_of_that_update(root, model):

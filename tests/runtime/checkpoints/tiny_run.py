@@ -56,7 +56,7 @@ class TinyState:
         self.staged[token] = {"update": self.update, "consumed_digest": self.digest}
         return [StagedState(token=token, bytes=64, stall_s=0.001)]
 
-    async def write_staged(self, staged, folder: str) -> list[str]:
+    async def write_staged(self, staged, folder: str) -> dict[str, str | None]:
         await self.may_write.wait()
         if self.error is not None:
             raise self.error
@@ -64,7 +64,7 @@ class TinyState:
         for name, text in (("a.json", json.dumps(state)), ("b.bin", "x" * self.padding)):
             atomic.point("write", Path(folder, name))
             Path(folder, name).write_text(text)  # noqa: ASYNC240 - a few bytes
-        return ["a.json", "b.bin"]
+        return {"a.json": None, "b.bin": None}
 
 
 class TinyRun:

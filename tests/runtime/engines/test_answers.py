@@ -64,6 +64,14 @@ GENERATE: list[tuple[int, object, type[RunError]]] = [
     (400, inner("Either text, input_ids or input_embeds should be provided."), ContractViolation),
     (400, inner("input_ids cannot be empty."), ContractViolation),
     (400, inner("Duplicate request ID detected: dup"), ContractViolation),
+    (
+        400,
+        inner(
+            "recv_req.routed_experts_start_len=50 is higher than the number of input tokens "
+            "len(req.origin_input_ids)=5. Please use a smaller routed_experts_start_len."
+        ),
+        ContractViolation,
+    ),
     (400, {"error": "unknown field `foo`, expected one of `max_new_tokens`"}, ContractViolation),
     (400, openai(JSON_INVALID, 400, "Bad Request"), ContractViolation),
     (401, {"error": "Unauthorized"}, ContractViolation),
@@ -136,6 +144,26 @@ CONTROL: list[tuple[int, object, bool]] = [
     (400, {"success": False, "message": "Weights were updated, but the cache was not ..."}, False),
     (400, {"success": False, "message": "a weight-update session is already open; ..."}, False),
     (400, {"success": False, "message": "NCCL error ... partially updated ..."}, False),
+    (
+        400,
+        {
+            "success": False,
+            "message": "update_weights_from_tensor must run between begin_weight_update() and "
+            "end_weight_update()",
+        },
+        False,
+    ),
+    (
+        200,
+        {
+            "success": True,
+            "message": "Succeeded to update model weights. Weight version updated to disk0.",
+            "num_paused_requests": 0,
+        },
+        True,
+    ),
+    (200, {"message": "Generation continued successfully.", "status": "ok"}, True),
+    (404, {"detail": "Not Found"}, False),
     # Two hundred, and nothing done
     (200, {"success": False, "message": "no"}, False),
     (503, "", False),

@@ -22,6 +22,7 @@ from runtime.engines.keepalive import (
     check_keepalive_order,
 )
 from runtime.engines.protocol import EngineClient, GenerateRequest, SamplingSettings
+from runtime.engines.wire import aborted_early, generations
 from runtime.errors import (
     ConfigError,
     ContractViolation,
@@ -265,7 +266,8 @@ async def test_the_whole_protocol_against_the_embedded_engine(folder: str):
             await made.set_policy(PolicyId(1, 1))
             await made.resume()
             assert await made.policy() == "e1.u1"
-            assert (await made.load()).generated_tokens == 4 + 8 + 3
+            # The probes too: three of one token, one that a change of version falls into.
+            assert (await made.load()).generated_tokens == 4 + 8 + 3 + 48
             assert len(await made.checksums()) == 24
             await made.flush_cache()
             await made.destroy_update_group("nowhere")
@@ -390,3 +392,24 @@ async def losses(monkeypatch: pytest.MonkeyPatch, server_s: float, client_s: flo
 async def test_equal_keepalives_lose_calls_and_ours_lose_none(monkeypatch: pytest.MonkeyPatch):
     assert await losses(monkeypatch, server_s=5.0, client_s=5.0) > 0
     assert await losses(monkeypatch, SERVER_KEEPALIVE_S, CLIENT_KEEPALIVE_S) == 0
+
+
+@pytest.mark.parametrize("status", [400, 499])
+def test_an_abort_before_the_decoder_is_an_empty_partial_and_no_failure(status):
+    request = GenerateRequest(
+        rid="e1-0:3-1-2", input_ids=(1, 2), sampling=SamplingSettings(max_new_tokens=4), n=3
+    )
+    body = {"error": {"message": "Request e1-0:3-1-2 was aborted"}}
+    answers = aborted_early(status, body, request)
+    assert answers is not None
+    assert [(a.finish, a.token_ids, a.spans) for a in answers] == [("abort", (), ())] * 3
+    other = {"error": {"message": "Request e1-0:4-1-2 was aborted"}}
+    assert aborted_early(status, other, request) is None
+    assert aborted_early(200, body, request) is None
+
+
+def test_a_request_aborted_while_it_waited_needs_no_other_fields():
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    answer = {"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": finish}}
+    (got,) = generations(answer, n=1)
+    assert (got.finish, got.token_ids, got.abort_message) == ("abort", (), finish["message"])

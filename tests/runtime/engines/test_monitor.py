@@ -28,6 +28,7 @@ class Server:
 
     def __init__(self, time, slot, incarnation):
         self.time = time
+        self.slot = slot
         self.url = f"http://{slot}"
         self.address = EngineAddress(slot=slot, incarnation=incarnation, url=self.url, pid=1)
         self.mode = "well"
@@ -369,6 +370,38 @@ async def test_a_publication_can_kill_what_it_could_not_verify(tasks):
     assert killed == [True, False]
     await house.time.run_for(10)
     assert house.state() is SlotState.STALE
+
+
+async def test_a_failed_publication_finds_out_who_answers_nothing(tasks):
+    """It had paused the monitor; its retry must not meet the hung one again."""
+    house = House(engines=4)
+    await house.up(tasks)
+    house.monitor.pause()
+    house.server(0).mode = "hung"
+    house.server(1).exists = False
+    house.server(2).mode = "stuck"  # it does no work, but it answers: probes will find it
+    lost = []
+
+    async def bury():
+        lost.extend(await house.monitor.bury_lost())
+
+    tasks.start_soon(bury)
+    await house.time.run_for(5)
+    assert lost == [0, 1]
+    assert not house.servers["0-1"].exists
+    assert [house.pool.state(slot) for slot in (2, 3)] == [SlotState.HEALTHY] * 2
+    await house.time.run_for(10)
+    assert [house.pool.state(slot) for slot in (0, 1)] == [SlotState.STALE] * 2, "also in a pause"
+
+
+async def test_without_recovery_a_silent_engine_is_left_alone(tasks):
+    """Somebody may be looking at it with a debugger."""
+    house = House(enabled=False)
+    await house.up(tasks)
+    house.server().mode = "hung"
+    tasks.start_soon(house.monitor.bury_lost)
+    await house.time.run_for(10)
+    assert house.state() is SlotState.HEALTHY
 
 
 async def test_switched_off_it_neither_probes_nor_recovers(tasks):

@@ -14,7 +14,7 @@ from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.publication.groups import GroupPlan
-from runtime.publication.protocol import ONLY_HF, Target
+from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.sender import BroadcastSender, Description
 from runtime.publication.sharing import SharedWeights, WeightSharing
@@ -52,13 +52,13 @@ class ModelTrainer:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.01)
 
-    async def write_snapshot(self, folder: str, kinds=ONLY_HF) -> WrittenSnapshot:
+    async def write_snapshot(self, folder: str, kinds=ONLY_SHA256) -> WrittenSnapshot:
         return write_snapshot(self, folder, kinds)
 
-    async def share_weights(self, place: int, folder: str, kinds=ONLY_HF) -> SharedWeights:
+    async def share_weights(self, place: int, folder: str, kinds=ONLY_SHA256) -> SharedWeights:
         return self.sharing.share(place, folder, kinds)
 
-    async def describe(self, kinds=ONLY_HF) -> Description:
+    async def describe(self, kinds=ONLY_SHA256) -> Description:
         return self.sender.describe(kinds)
 
     async def free_port(self, host: str) -> int:

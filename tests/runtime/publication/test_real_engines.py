@@ -1,4 +1,4 @@
-"""Publications to real embedded servers over HTTP, by both transports."""
+"""Publications to real embedded servers over HTTP, by every transport."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.engines.bucket_body import memory_body
 from runtime.engines.protocol import GenerateRequest, SamplingSettings
-from runtime.errors import PublicationFailed
+from runtime.errors import EngineRefused, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.checksum import checksums
 from runtime.publication.disk import DiskTransport
+from runtime.publication.ipc import IpcTransport
 from runtime.publication.transaction import Publisher
 from tests.contracts.tiny_models import save_model, tiny_qwen3
 from tests.runtime.publication.real_engines import ModelTrainer, engines
@@ -34,11 +36,11 @@ class Home:
 
     def __init__(self, kind: str, folder, tmp_path) -> None:
         self.trainer = ModelTrainer(AutoModelForCausalLM.from_pretrained(folder))
-        self.transport = (
-            DiskTransport(self.trainer, tmp_path)
-            if kind == "disk"
-            else BroadcastTransport(self.trainer, group_timeout_s=4.0)
-        )
+        self.transport = {
+            "disk": lambda: DiskTransport(self.trainer, tmp_path),
+            "ipc": lambda: IpcTransport(self.trainer, tmp_path),
+            "broadcast": lambda: BroadcastTransport(self.trainer, group_timeout_s=4.0),
+        }[kind]()
         self.killed: list[int] = []
         self.publisher = Publisher(
             transport=self.transport, kill=self.kill, record_path=tmp_path / "publications.jsonl"
@@ -55,7 +57,7 @@ class Home:
         return checksums(self.trainer.model.named_parameters())
 
 
-@pytest.fixture(params=["disk", "broadcast"])
+@pytest.fixture(params=["disk", "broadcast", "ipc"])
 def home(request, folder, tmp_path):
     return partial(Home, request.param, folder, tmp_path)
 
@@ -108,6 +110,7 @@ def test_running_requests_go_on_with_spans_of_both_policies(home, folder):
 
 CALLS = {
     "disk": ["pause", "update_from_disk", "checksums", "set_policy", "policy", "resume"],
+    "ipc": ["begin_update", "update_from_shared", "end_update", "checksums"],
     "broadcast": [
         "pause", "begin_update", "init_update_group", "update_from_distributed", "end_update",
         "checksums", "set_policy", "policy", "resume",
@@ -164,12 +167,14 @@ def test_an_engine_that_does_not_join_the_group_is_left_behind(folder, tmp_path)
     anyio.run(main)
 
 
-@pytest.mark.parametrize("kind", ["disk", "broadcast"])
+@pytest.mark.parametrize("kind", ["disk", "broadcast", "ipc"])
 def test_when_all_engines_fail_the_retry_publishes(kind, folder, tmp_path):
     async def main():
         house = Home(kind, folder, tmp_path)
         faults = Faults()
-        call = "update_from_disk" if kind == "disk" else "update_from_distributed"
+        call = {"disk": "update_from_disk", "ipc": "update_from_shared"}.get(
+            kind, "update_from_distributed"
+        )
         async with engines(folder, 2) as targets:
             wrapped = [_wrapped(t, faults) for t in targets]
             await house.publish(P1, wrapped)
@@ -208,17 +213,20 @@ def test_an_engines_refusal_never_hangs_the_trainer(folder, tmp_path):
     anyio.run(main)
 
 
-def test_engines_keep_nothing_of_the_files_they_loaded(folder, tmp_path):
-    """Folders are written over in place: an engine that mapped them would change with them."""
+@pytest.mark.parametrize(("kind", "files"), [("disk", "*.safetensors"), ("ipc", "bucket-*")])
+def test_engines_keep_nothing_of_the_files_they_loaded(kind, files, folder, tmp_path):
+    """Places are written over: an engine that mapped them would change with them."""
 
     async def main():
-        house = Home("disk", folder, tmp_path)
+        house = Home(kind, folder, tmp_path)
         async with engines(folder, 1) as targets:
             await house.publish(P1, targets)
-            (path,) = tmp_path.glob("milepost-*/*/model.safetensors")
+            paths = list(tmp_path.glob(f"milepost-*/*/{files}"))
+            assert paths
             held = await targets[0].client.checksums()
-            with path.open("r+b") as file:
-                file.write(b"\0" * path.stat().st_size)
+            for path in paths:
+                with path.open("r+b") as file:
+                    file.write(b"\0" * path.stat().st_size)
             assert await targets[0].client.checksums() == held == house.weights()
             await house.publisher.close()
 
@@ -235,3 +243,57 @@ def _wrapped(target, faults: Faults):
 
     client = FaultyClient(Engine(), faults)
     return type(target)(slot=target.slot, incarnation=target.incarnation, client=client)
+
+
+@pytest.mark.parametrize("kind", ["disk", "ipc"])
+def test_a_restarted_engine_reads_the_snapshot_that_stands(kind, folder, tmp_path):
+    async def main():
+        house = Home(kind, folder, tmp_path)
+        async with engines(folder, 1) as targets, engines(folder, 1) as fresh:
+            await house.publish(P1, targets)
+            right = house.weights()
+            house.trainer.train()  # has gone on; the snapshot has not
+            again = type(fresh[0])(slot=1, incarnation="i1b", client=fresh[0].client)
+            await house.publisher.bring_up(again, P1)
+            assert await again.client.checksums() == right
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "/etc/hostname"},
+        {"path": None},
+        {"num_bytes": 10**9},
+        {"tensors": []},
+        {"tensors": [{"name": "x", "dtype": "float32", "shape": [-1], "start": 0}]},
+        {"tensors": [{"name": "x", "dtype": "eval", "shape": [1], "start": 0}]},
+        {"tensors": [{"name": "x", "dtype": "float32", "shape": [1], "start": 10**9}]},
+    ],
+)
+def test_an_engine_refuses_memory_that_is_no_bucket_and_lives_on(change, folder, tmp_path):
+    async def main():
+        house = Home("ipc", folder, tmp_path)
+        async with engines(folder, 1) as targets:
+            await house.publish(P1, targets)
+            client = targets[0].client
+            shared = await house.trainer.share_weights(7, str(_scratch(house, 7)))
+            body = memory_body(shared.buckets[0])
+            body["serialized_named_tensors"][0] |= change
+            await client.begin_update()
+            with pytest.raises(EngineRefused, match="no shared bucket"):
+                await client._update("/update_weights_from_tensor", body)
+            await client.end_update()
+            assert await client.checksums() == house.weights()
+            assert await client.is_alive(timeout_s=20)
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
+def _scratch(house, number):
+    folder = house.transport._scratch.path / str(number)
+    folder.mkdir(exist_ok=True)
+    return folder

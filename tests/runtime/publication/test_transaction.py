@@ -20,7 +20,7 @@ from runtime.policy import PolicyId
 from runtime.publication.decision import read_decisions
 from runtime.publication.disk import DiskTransport
 from runtime.publication.limits import PublicationLimits
-from runtime.publication.protocol import HF_SHA256, Snapshot
+from runtime.publication.protocol import Snapshot
 from runtime.publication.transaction import Publisher
 from runtime.publication.verification import check_held
 from tests.runtime.publication.tiny_engines import (
@@ -76,9 +76,11 @@ class House:
     def targets(self):
         return [target(e, self.faults) for e in self.live]
 
-    async def publish(self, policy: PolicyId, mode="refresh", drain=None):
+    async def publish(self, policy: PolicyId, mode="refresh", drain=None, decided=None):
         self.trainer.update = policy.update
-        return await self.publisher.publish(policy, self.targets(), mode=mode, drain=drain)
+        return await self.publisher.publish(
+            policy, self.targets(), mode=mode, drain=drain, decided=decided
+        )
 
     def serves(self, engine: TinyEngine, policy: PolicyId) -> bool:
         behind = (self.trainer.update - policy.update) * 100
@@ -344,15 +346,34 @@ def test_halted_engines_are_not_drained_again(house):
 def test_engines_of_different_abilities_are_each_paused_in_their_way(house):
     async def main():
         no_spans = replace(INFO, native_spans=False)
-        no_salt = replace(INFO, native_spans=False, takes_salt=False)
-        spans_without_salt = replace(INFO, takes_salt=False)
-        home = house(4, infos=[INFO, no_spans, no_salt, spans_without_salt])
+        neither = replace(INFO, native_spans=False, forgets_prefixes=False)
+        # A salt does not help: a request that waited for the swap brings the old policy's.
+        only_salted = replace(INFO, forgets_prefixes=False)
+        home = house(4, infos=[INFO, no_spans, neither, only_salted])
         decision = await home.publish(P1)
         assert [(v.pause, v.flushed) for v in decision.verified] == [
             ("in_place", False), ("abort", False), ("abort", True), ("abort", True),
         ]  # fmt: skip
         assert [e.num_flushed for e in home.engines] == [0, 0, 1, 1]
         assert [e.running for e in home.engines] == [1, 0, 0, 0]
+
+    anyio.run(main)
+
+
+def test_the_decision_is_told_while_every_engine_still_stands_paused(house):
+    """Or a request between the two would reach new weights with the old policy as its salt."""
+
+    async def main():
+        home = house(3)
+        home.faults.plan[1, "checksums"] = "refuse"
+        told = []
+
+        def decided(policy, verified):
+            paused = [home.engines[target.slot].paused is not None for target in verified]
+            told.append((policy, [target.slot for target in verified], paused))
+
+        await home.publish(P1, decided=decided)
+        assert told == [(P1, [0, 2], [True, True])]
 
     anyio.run(main)
 
@@ -456,7 +477,7 @@ held = st.dictionaries(st.sampled_from("abcde"), st.sampled_from(["1", "2"]))
 @given(left=held.filter(bool), on_engine=held)
 def test_only_the_very_same_tensors_are_verified(left, on_engine):
     snapshot = Snapshot(
-        policy=P1, num_tensors=len(left), num_bytes=1, digests={HF_SHA256: left}, path=None
+        policy=P1, num_tensors=len(left), num_bytes=1, digests={"sha256": left}, path=None
     )
     if left == on_engine:
         check_held(snapshot, on_engine)

@@ -20,7 +20,7 @@ from runtime.engines.protocol import EngineInfo
 from runtime.errors import EngineRefused, TransportError
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
-from runtime.publication.protocol import ONLY_HF, Target
+from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
 
@@ -31,6 +31,7 @@ INFO = EngineInfo(
     max_running_requests=1,
     native_spans=True,
     takes_salt=True,
+    forgets_prefixes=True,
     update_bracket=False,
 )
 
@@ -57,7 +58,7 @@ class TinyTrainer:
         for item in self.weights().items():
             yield [item]
 
-    async def write_snapshot(self, folder: str, kinds=ONLY_HF) -> WrittenSnapshot:
+    async def write_snapshot(self, folder: str, kinds=ONLY_SHA256) -> WrittenSnapshot:
         return write_snapshot(self, folder, kinds)
 
 

@@ -1,6 +1,7 @@
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from runtime.clock import ManualClock
 from runtime.rollout.stop_rule import SUSTAINED_S, WINDOW_S, StopRule
@@ -110,25 +111,38 @@ def expected(events, now):
     return len(window), sum(window), high
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([0, 1, 7, 50, 149, 150, 299, 300, 301, 700]), st.booleans()),
-        max_size=40,
-    ),
-    st.lists(st.booleans(), min_size=40, max_size=40),
-)
-def test_agrees_with_the_definition_whenever_it_is_read(steps, looks):
-    clock = ManualClock(0.0)
-    rule = StopRule(clock)
-    events = []
-    for (gap, failed), look in zip(steps, looks, strict=False):
-        clock.advance(gap)
-        if look:
-            rule.read()
-        rule.record(failed=failed)
-        events.append((clock.monotonic(), failed))
-        reading = rule.read()
-        assert (reading.window_attempts, reading.window_failed, reading.high_s) == expected(
-            events, clock.monotonic()
-        )
+class StopRuleMachine(RuleBasedStateMachine):
+    """Attempts and looks at any moments, the edges of window and stretch among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = ManualClock(0.0)
+        self.rule = StopRule(self.clock)
+        self.events = []
+
+    @rule(gap=st.sampled_from([0, 0.5, 1, 7, 50, 149, 150, 299, 300, 301, 700]))
+    def wait(self, gap):
+        self.clock.advance(gap)
+
+    @rule(outcomes=st.lists(st.booleans(), min_size=1, max_size=3))
+    def attempts_complete(self, outcomes):
+        for failed in outcomes:
+            self.rule.record(failed=failed)
+            self.events.append((self.clock.monotonic(), failed))
+
+    @rule()
+    def look(self):
+        """Reading it, as every tick of a wait does, changes nothing."""
+        reading = self.rule.read()
+        assert self.rule.read() == reading
+        found = (reading.window_attempts, reading.window_failed, reading.high_s)
+        assert found == expected(self.events, self.clock.monotonic())
         assert reading.is_fatal == (reading.high_s >= SUSTAINED_S)
+        assert reading.fraction == (found[1] / found[0] if found[0] else 0.0)
+
+    def teardown(self):
+        self.look()
+
+
+TestStopRuleMachine = StopRuleMachine.TestCase
+TestStopRuleMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

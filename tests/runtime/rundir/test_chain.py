@@ -1,8 +1,10 @@
 """The chain's promises one by one: damage, full disks, and a second epoch of one owner."""
 
 import errno
+import multiprocessing
 import os
 import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -304,3 +306,30 @@ def test_a_link_whose_answer_got_lost_counts_as_made(root: RunRoot, monkeypatch)
     chain = Chain(root)
     chain.append(epoch(1))
     assert len(Chain(root).read()) == 1
+
+
+def write_and_die(path: Path) -> None:
+    def probe(operation: str, _: Path) -> None:
+        if operation == "fsync":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    atomic.probe = probe
+    atomic.write_bytes(path, b"half", durable=True)
+
+
+def test_half_files_of_dead_writers_alone_are_swept(root: RunRoot) -> None:
+    dead = multiprocessing.get_context("spawn").Process(
+        target=write_and_die, args=(root.chain / "7.json",)
+    )
+    dead.start()
+    dead.join(30)
+    (left,) = root.chain.glob(".*.tmp")
+    own = atomic.draft(root.chain / "8.json")
+    own.write_bytes(b"under way")
+    fields = left.name.split(".")
+    elsewhere = left.with_name(".".join([*fields[:-4], "00000000", *fields[-3:]]))
+    elsewhere.write_bytes(b"whose host is not this one")
+    (root.chain / ".1.json.77.abcd.tmp").write_bytes(b"of nobody we know")
+    kept = set(root.chain.iterdir()) - {left}
+    assert atomic.sweep(root.path) == [left]
+    assert set(root.chain.iterdir()) == kept

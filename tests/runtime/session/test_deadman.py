@@ -148,3 +148,22 @@ def test_a_parting_that_hangs_does_not_keep_the_process(attempt, switch, monkeyp
     assert statuses == [EXIT_GUARD_GONE]
     release.set()
     thread.join(10)
+
+
+def test_switches_of_dead_guards_that_nobody_heard_of_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Switch() as living:
+        dead = tmp_path / "mp-dead"
+        dead.mkdir()
+        os.mkfifo(dead / "guard")
+        for folder in (dead, living.path.parent):
+            os.utime(folder, (0, 0))
+        young = tmp_path / "mp-young"
+        young.mkdir()
+        os.mkfifo(young / "guard")
+        with Switch():
+            assert not dead.exists()
+            assert young.exists()
+            assert living.path.exists()

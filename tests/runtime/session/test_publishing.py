@@ -11,7 +11,7 @@ import pytest
 from runtime.clock import ManualClock, SystemClock
 from runtime.engines.pool import EnginePool, SlotState
 from runtime.engines.protocol import EngineAddress
-from runtime.errors import EngineDead, PublicationFailed, WaitTimeout
+from runtime.errors import EngineDead, EngineRefused, PublicationFailed, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Target
 from runtime.rollout.gate import AdmissionGate
@@ -25,6 +25,27 @@ FIRST, SECOND = PolicyId(1, 0), PolicyId(1, 1)
 
 
 class Client:
+    """Keeps: memory is given back under a pause by abort only, and taken again once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuses = ""
+
+    async def pause(self, mode: str) -> None:
+        self._called(f"pause {mode}")
+
+    async def release_memory(self) -> None:
+        assert self.calls[-1] == "pause abort"
+        self._called("release")
+
+    async def resume_memory(self) -> None:
+        self._called("take")
+
+    def _called(self, call: str) -> None:
+        if call == self.refuses:
+            raise EngineRefused(f"{call} refused")
+        self.calls.append(call)
+
     async def close(self) -> None:
         pass
 
@@ -44,7 +65,9 @@ class Publisher:
         self.calls["publish"] += 1
         if drain := options.get("drain"):
             await drain()
-        return self._decide(policy, targets)
+        decision = self._decide(policy, targets)
+        options["decided"](policy, targets)
+        return decision
 
     async def bring_up(self, target: Target, policy: PolicyId) -> Any:
         self.calls["bring_up"] += 1
@@ -68,13 +91,15 @@ class Publisher:
 
 
 class Monitor:
-    def __init__(self) -> None:
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool = pool
+        self.kills: list[tuple[int, str]] = []
         self.pauses = 0
         self.lost_slots: list[int] = []
         self.exited: list[int] = []
         self.bury: Callable[[int], None] = lambda _slot: None
 
-    async def bury_exited(self) -> list[int]:
+    async def bury_lost(self) -> list[int]:
         buried, self.exited = self.exited, []
         for slot in buried:
             self.bury(slot)
@@ -86,13 +111,18 @@ class Monitor:
     def resume(self) -> None:
         self.pauses -= 1
 
+    async def kill(self, slot: int, incarnation: str, reason: str) -> None:
+        self.kills.append((slot, reason))
+        self.pool.mark_dead(slot, incarnation, reason)
+
 
 class Published:
     def __init__(self, mode: str = "refresh") -> None:
+        self.clients: dict[int, Client] = {}
         self.pool = EnginePool(2, clock=ManualClock())
         self.gate = AdmissionGate(clock=SystemClock())
         self.publisher = Publisher()
-        self.monitor = Monitor()
+        self.monitor = Monitor(self.pool)
         self.it = Publishing(
             publisher=self.publisher,  # type: ignore[arg-type]
             pool=self.pool,
@@ -107,7 +137,8 @@ class Published:
 
     def join(self, slot: int, incarnation: str) -> None:
         address = EngineAddress(slot=slot, incarnation=incarnation, url="", pid=1)
-        self.pool.joined(address, INFO, Client())  # type: ignore[arg-type]
+        self.clients[slot] = Client()
+        self.pool.joined(address, INFO, self.clients[slot])  # type: ignore[arg-type]
 
     def states(self) -> list[tuple[SlotState, PolicyId | None]]:
         return [(view.state, view.policy) for view in self.pool.views()]
@@ -272,3 +303,77 @@ async def mended(published: Published, *, until: Any) -> None:
             while not until():  # noqa: ASYNC110  # a state of the pool has no event
                 await anyio.sleep(0.005)
         tasks.cancel_scope.cancel()
+
+
+async def test_sleeping_engines_are_without_memory_for_the_length_of_an_update():
+    published = Published()
+    published.it.sleeps = True
+    await published.it.publish(FIRST)
+    async with published.it.changing_weights():
+        for client in published.clients.values():
+            assert client.calls == ["pause abort", "release"]
+        assert published.monitor.pauses == 1  # they cannot answer probes
+    async with published.it.changing_weights():
+        pass  # the update was tried again: they are asleep already
+    assert published.clients[0].calls == ["pause abort", "release"]
+
+    published.publisher.fails = 1
+    with pytest.raises(PublicationFailed):
+        await published.it.publish(SECOND)
+    await published.it.publish(SECOND)
+    assert published.clients[1].calls == ["pause abort", "release", "take"]
+    assert published.monitor.pauses == 0
+    assert published.states() == [(SlotState.HEALTHY, SECOND)] * 2
+
+
+@pytest.mark.parametrize(("refuses", "asleep"), [("release", True), ("take", False)])
+async def test_an_engine_that_keeps_or_cannot_take_its_memory_is_ended(refuses: str, asleep: bool):
+    published = Published()
+    published.it.sleeps = True
+    await published.it.publish(FIRST)
+    published.clients[0].refuses = refuses
+    async with published.it.changing_weights():
+        assert bool(published.monitor.kills) is asleep
+    await published.it.publish(SECOND)
+    assert [slot for slot, _ in published.monitor.kills] == [0]
+    assert published.publisher.targets == [1]
+    assert published.monitor.pauses == 0
+
+
+async def test_rolling_sends_no_new_work_to_the_engine_whose_turn_it_is() -> None:
+    published = Published("rolling")
+    pool, chosen = published.pool, []
+
+    async def engine_by_engine(policy: PolicyId, targets: Sequence[Target], **options: Any) -> Any:
+        for target in targets:
+            route = pool.choose() if pool.is_available else None
+            if route is not None:
+                pool.enter(route, 1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(options["rest"], target)
+                await anyio.wait_all_tasks_blocked()
+                if route is not None:
+                    chosen.append((target.slot, pool.choose().slot))
+                    pool.leave(route, 1)
+            options["decided"](policy, [target])
+        return published.publisher._decide(policy, targets)
+
+    published.publisher.publish = engine_by_engine  # type: ignore[method-assign]
+    await published.it.publish(FIRST)
+    chosen.clear()
+    await published.it.publish(SECOND)
+    # While one rests the other serves, first at the old policy, then at the new one.
+    assert chosen == [(0, 1), (1, 0)]
+    assert published.states() == [(SlotState.HEALTHY, SECOND)] * 2
+    assert published.gate.is_open
+
+
+async def test_the_last_engine_is_not_taken_from_under_its_callers() -> None:
+    published = Published("rolling")
+    await published.it.publish(FIRST)
+    assert published.pool.rest(0, "a")
+    assert not published.pool.rest(1, "b")
+    assert published.pool.choose().slot == 1
+    assert published.pool.rest(1, "an earlier one")
+    published.pool.end_rests()
+    assert published.pool.rest(1, "b")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings
+from runtime.trainer.settings import LoraSettings, LossSettings, OptimizerSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 from tests.runtime.trainer.tiny import make_sequences
@@ -25,6 +25,8 @@ SETTINGS = TrainerSettings(
     max_tokens_per_bin=40,
     updates_per_collection=2,
 )
+
+ADAPTERS = replace(SETTINGS, lora=LoraSettings(rank=4, alpha=8.0))
 
 
 @dataclass
@@ -176,12 +178,13 @@ def test_more_ranks_equal_one_and_read_the_state_of_two(
     alone, _, _, base = runs
     # As on GPUs: joint projections, recomputed layers.
     as_there = replace(SETTINGS, joint_projections=True, activation_checkpointing=True)
-    jobs = [Job(settings=as_there), Job(start=base / "two")]
-    fresh, resumed = run_ranks(size, model_folder, jobs, tmp_path)
+    jobs = [Job(settings=as_there), Job(start=base / "two"), Job(settings=ADAPTERS)]
+    fresh, resumed, with_adapters = run_ranks(size, model_folder, jobs, tmp_path)
     require_equal(alone, fresh[0])
     assert resumed[0].restored == {"update": 4, "consumed_digest": "digest-2"}
     assert gap(alone.weights, resumed[0].weights) < 1e-5
     assert all(gap(fresh[0].weights, other.weights) == 0 for other in fresh[1:])
+    require_equal(run(Ranks(), model_folder, settings=ADAPTERS), with_adapters[0])
 
 
 def test_all_ranks_report_the_same(runs: Runs) -> None:

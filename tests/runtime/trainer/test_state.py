@@ -1,5 +1,7 @@
 import dataclasses
+import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,10 @@ from safetensors.torch import load_file
 from runtime.errors import DiskFull, PartialWrite
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import OptimizerSettings, TrainerSettings
-from runtime.trainer.torch import state
+from runtime.trainer.torch import staging
 from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.record import KINDS, RNG_CPU, RankRecord
+from runtime.trainer.torch.update import Update
 
 MakeBatch = Callable[..., TrainBatch]
 SETTINGS = TrainerSettings(optimizer=OptimizerSettings(lr=1e-2), max_skipped_steps=3)
@@ -80,6 +84,74 @@ def test_copies_use_their_pages_again(model_folder: Path, tmp_path: Path) -> Non
     assert pages(third.token) == held
 
 
+def test_what_is_copied_beside_training_is_not_changed_by_it(
+    model_folder: Path, make_batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer waits for a copy under way, the passes before it do not."""
+    one = trainer(model_folder)
+    one._staging._at_once_bytes = 0
+    one.train_step(make_batch(1))
+    before = weights(one)
+    passed = threading.Event()
+    real_copy, real_pass = staging._copy, Update.accumulate
+
+    def late(*args: object) -> None:
+        assert passed.wait(20), "the forward and backward passes waited for the copy"
+        real_copy(*args)  # type: ignore[arg-type]
+
+    def told(self: Update, *args: object, **named: object) -> dict[str, float]:
+        sums = real_pass(self, *args, **named)  # type: ignore[arg-type]
+        passed.set()
+        return sums
+
+    monkeypatch.setattr(staging, "_copy", late)
+    monkeypatch.setattr(Update, "accumulate", told)
+    staged = one.stage()
+    values = one.train_step(make_batch(2)).values
+    assert values["elapsed_s/staging_wait"] >= 0
+    one.write_staged(staged.token, str(tmp_path))
+    again = trainer(model_folder)
+    assert again.restore(str(tmp_path))["update"] == 1
+    assert same(weights(again), before)
+    assert not same(weights(one), before)
+
+
+def test_a_copy_that_fails_fails_the_step_that_needs_it(
+    model_folder: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer(model_folder)
+
+    def none_left(*_: object) -> None:
+        raise RuntimeError("no host memory")
+
+    monkeypatch.setattr(staging, "_copy", none_left)
+    one.stage()
+    with pytest.raises(RuntimeError, match="no host memory"):
+        one.train_step(make_batch(1))
+
+
+def test_files_are_hashed_while_they_grow(tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(0)
+    tensors = {
+        "a": torch.randn(300, 1000, generator=made),
+        "byte": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(5, 3, generator=made).bfloat16(),
+        "b": torch.randn(3_000_000, generator=made),
+    }
+    record = RankRecord(
+        rank=0, world_size=1, update=3, consumed_digest="", optimizer_steps=1, skipped_steps=0,
+        slices={},
+    )  # fmt: skip
+    held = staging.Staging(at_once_bytes=0)
+    digests = held.write(held.stage(tensors, record).token, tmp_path)
+    assert digests.keys() == {p.name for p in tmp_path.iterdir()}
+    for name, digest in digests.items():
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
+    stored = load_file(tmp_path / "trainer-00000-of-00001.safetensors")
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
+
+
 def test_a_copy_is_written_once(model_folder: Path, tmp_path: Path) -> None:
     one = trainer(model_folder)
     staged = one.stage()
@@ -94,14 +166,14 @@ def test_writing_runs_beside_training(
     one = trainer(model_folder)
     staged = one.stage()
     is_writing, may_finish = threading.Event(), threading.Event()
-    real = state.save_file
+    real = staging.write_tensors
 
-    def slow(*args: object) -> None:
+    def slow(path: Path, tensors: dict[str, torch.Tensor]) -> str:
         is_writing.set()
         assert may_finish.wait(20)
-        real(*args)  # type: ignore[arg-type]
+        return real(path, tensors)
 
-    monkeypatch.setattr(state, "save_file", slow)
+    monkeypatch.setattr(staging, "write_tensors", slow)
     writer = threading.Thread(target=one.write_staged, args=(staged.token, str(tmp_path)))
     writer.start()
     assert is_writing.wait(20)
@@ -118,11 +190,15 @@ def test_a_full_disk_frees_the_copy_and_says_so(
     one = trainer(model_folder)
     staged = one.stage()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    real = os.pwrite
+
+    def full(fd: int, data: memoryview, at: int) -> int:
+        if at > 3000:
+            raise OSError(28, "No space left on device")
+        return real(fd, data, at)
 
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save_file", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(DiskFull):
             one.write_staged(staged.token, str(tmp_path))
     assert not one._staging._held
@@ -139,7 +215,7 @@ def test_files_hold_tensors_and_plain_json(
     assert (record["update"], record["consumed_digest"]) == (1, "digest-1")
     assert record["schema_version"] == 1
     tensors = load_file(tmp_path / "trainer-00000-of-00001.safetensors")
-    assert {name.split("/")[0] for name in tensors} == {*state.KINDS, state.RNG_CPU}
+    assert {name.split("/")[0] for name in tensors} == {*KINDS, RNG_CPU}
     assert all(tensors[n].any() for n in tensors if n.startswith("exp_avg_sq/"))
 
 

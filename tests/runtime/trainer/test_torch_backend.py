@@ -1,6 +1,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -249,10 +250,11 @@ def test_responses_of_an_older_policy_are_not_measured(
     assert values["tis/clip_share"] == 1.0  # exp(2) is beyond the bound of 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_groups_alone_have_no_policy_gradient(
-    model_folder: Path, make_batch: MakeBatch
+    model_folder: Path, make_batch: MakeBatch, dtype: str
 ) -> None:
-    one = trainer(model_folder)
+    one = trainer(model_folder, dtype=dtype)
     values = one.train_step(make_batch(1, groups=3, equal=(0, 1, 2))).values
     assert values["policy_gradient_expected"] == 0
     assert values["policy_grad_norm"] == 0
@@ -304,10 +306,11 @@ def poisoned(batch: TrainBatch) -> TrainBatch:
     return dataclasses.replace(batch, sequences=(broken, *batch.sequences[1:]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_skips_the_step(
-    model_folder: Path, make_batch: MakeBatch
+    model_folder: Path, make_batch: MakeBatch, dtype: str
 ) -> None:
-    one = trainer(model_folder, max_skipped_steps=1)
+    one = trainer(model_folder, max_skipped_steps=1, dtype=dtype)
     before = parameters(one)
     values = one.train_step(poisoned(make_batch(1))).values
     assert (values["skipped_steps"], values["skipped_steps_total"]) == (1, 1)
@@ -315,6 +318,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
     assert values["parameter_change_norm"] == 0
     assert "total_grad_norm" not in values
     assert all(math.isfinite(v) for v in values.values())
+    assert machinery(one).optimizer.num_steps == 0
     assert all(torch.equal(before[n], t) for n, t in parameters(one).items())
     assert one.train_step(make_batch(2)).values["skipped_steps"] == 0
     with pytest.raises(ContractViolation, match=r"2 step\(s\) skipped"):
@@ -424,6 +428,47 @@ def test_learning_rate_rises_then_falls(warmup: int, update: int, decay: int) ->
     assert learning_rate(settings, decay) == pytest.approx(0.1)
     if warmup:
         assert learning_rate(settings, warmup) == 1.0
+
+
+@no_deadline
+@given(st.integers(0, 30), st.sampled_from(["linear", "wsd"]), st.floats(0.05, 1.0))
+def test_straight_schedules_stay_then_fall(warmup: int, kind: str, share: float) -> None:
+    settings = OptimizerSettings(
+        lr=1.0, lr_schedule=kind, lr_decay_updates=100, min_lr=0.1, warmup_updates=warmup,
+        lr_decay_share=share,
+    )  # fmt: skip
+    rates = [learning_rate(settings, update) for update in range(max(warmup, 1), 130)]
+    assert all(a >= b >= 0.1 for a, b in pairwise(rates))
+    assert rates[-1] == learning_rate(settings, 100) == pytest.approx(0.1)
+    falls = 1.0 if kind == "linear" else share
+    half_way = 100 - falls * (100 - warmup) / 2
+    low, high = math.floor(half_way), math.ceil(half_way)
+    assert learning_rate(settings, high) - 1e-9 <= 0.55 <= learning_rate(settings, low) + 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_have_rates_and_decays_of_their_own(
+    model_folder: Path, make_batch: MakeBatch, dtype: str
+) -> None:
+    base = OptimizerSettings(lr=1e-2, weight_decay=0.5)
+    grouped = dataclasses.replace(
+        base, lr_scale=(("*embed*", 0.0), ("*mlp*", 0.1)), undecayed=("*norm.weight",)
+    )
+    one, plain = (trainer(model_folder, dtype=dtype, optimizer=o) for o in (grouped, base))
+    before = [m.detach().clone() for m in machinery(one).weights.masters]
+    for each in (one, plain):
+        each.train_step(make_batch(1))
+    names = machinery(one).weights.names
+    masters = [[m.detach() for m in machinery(t).weights.masters] for t in (one, plain)]
+    for name, old, mine, theirs in zip(names, before, *masters, strict=True):
+        if "embed" in name:
+            assert torch.equal(mine, old)
+        elif "mlp" in name:
+            torch.testing.assert_close(mine - old, 0.1 * (theirs - old), atol=2e-7, rtol=1e-3)
+        elif name.endswith("norm.weight"):
+            torch.testing.assert_close(mine, theirs + 1e-2 * 0.5 * old, atol=2e-7, rtol=1e-4)
+        else:
+            assert torch.equal(mine, theirs)
 
 
 def test_reference_is_frozen_and_rounded_like_the_policy(model_folder: Path) -> None:

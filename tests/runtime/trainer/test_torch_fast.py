@@ -1,5 +1,6 @@
 """What makes a step fast must not change it: each fast form against its plain one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_kept_and_remade_logits_give_autograds_gradient(
         plain = plain - (logprobs.exp() * logprobs).sum(-1) * by_entropy
     wanted = torch.autograd.grad(plain.sum(), (hidden, weight))
     leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
-    logprob, entropy = chunked_logprobs(
+    logprob, entropy, _ = chunked_logprobs(
         leaves[0], leaves[1], target, temperature=temperature, chunk=chunk,
         with_entropy=with_entropy, kept_bytes=kept * 11 * 4,
     )  # fmt: skip
@@ -64,7 +65,7 @@ def test_a_long_step_is_torchs_step() -> None:
     told = OptimizerSettings(lr=1e-2, weight_decay=0.1, beta2=0.99)
     adam = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     long = LongWeights(ours, torch.bfloat16)
-    step = LongAdamW(long, told)
+    step = LongAdamW(long, told, names=["a", "b", "c"])
     for _ in range(4):
         before = [p.detach().clone() for p in theirs]
         for a, b in zip(theirs, ours, strict=True):
@@ -73,7 +74,10 @@ def test_a_long_step_is_torchs_step() -> None:
             for _ in range(2):  # two rows: gradients add up in fp32
                 (b * gradient).sum().backward()
         adam.step()
-        step.step(1e-2, 0.3)
+        whole = long.gradient()
+        assert whole is not None
+        length = whole.norm().reshape(1)
+        step.step(1e-2, length, 0.3 * (length.item() + 1e-6))  # clipped to 0.3 of it
         long.drop_gradient()
         for master in long.masters:
             master.grad = None
@@ -107,7 +111,7 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
             str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
             joint_projections=joint,
         )  # fmt: skip
-        logprob, _ = scorer(row)
+        logprob, _, _ = scorer(row)
         logprob.sum().backward()
         assert isinstance(scorer.causal_lm, Qwen3ForCausalLM)
         grads = {n: p.grad for n, p in scorer.hf_names() if p.grad is not None}
@@ -200,6 +204,29 @@ def test_kernels_agree_with_plain_forms() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("length", [0.5, 3.0, float("inf"), float("nan")])
+def test_the_adamw_kernel_is_its_plain_form(length: float) -> None:
+    from runtime.trainer.torch import kernels
+    from runtime.trainer.torch.adamw import adamw_
+
+    torch.manual_seed(3)
+    cpu = [torch.randn(5003) for _ in range(5)]
+    cpu[3].abs_()
+
+    def run(device: str, step: Callable[..., Tensor]) -> list[Tensor]:
+        state = [x.clone().to(device) for x in cpu]
+        state[0] = state[0].bfloat16()
+        change = step(
+            *state, torch.tensor([length], device=device), max_norm=1.0, decay=0.99, step_size=0.1,
+            root_correction=1.2, betas=(0.9, 0.99), eps=1e-8,
+        )  # fmt: skip
+        return [x.float().cpu() for x in (*state, change.sum())]
+
+    for got, want in zip(run("cuda", kernels.adamw_), run("cpu", adamw_), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@needs_gpu
 @pytest.mark.parametrize("share", [True, False])
 def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -> None:
     lengths = (70, 9, 8, 9, 7, 8)
@@ -222,7 +249,7 @@ def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -
     for takes_ragged in (False, True):
         row = pack_row(units, sequences, torch.device("cuda"), takes_ragged=takes_ragged)
         assert row.shape == ("ragged" if takes_ragged else "padded")
-        logprob, _ = scorer(row)
+        logprob, _, _ = scorer(row)
         logprob.sum().backward()
         grads = [p.grad.flatten().float() for p in scorer.parameters() if p.grad is not None]
         found.append((logprob.detach(), torch.cat(grads)))

@@ -1,0 +1,237 @@
+"""Refresh under fire on one GPU: spans and log-probs of every policy, pauses, faults (P4, P5).
+
+Trainer and SGLang share the card; no Ray, no session: the trainer is in this process, so that the
+weights of every policy can be kept. A producer keeps ``--concurrency`` responses in flight while
+policy after policy is trained and published by ipc. Afterwards each span is scored again under the
+weights of the policy it names. Then publications by transport, tokens/s with and without the
+producer, and the faults: requests that would end the server, a killed and a stopped scheduler.
+
+    python -m benchmarks.gpu_refresh --engine-python /opt/sglang/bin/python --out refresh.json
+
+``--cpu`` tries it with the embedded engine and a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import torch
+
+from benchmarks.gpu_faults import faults
+from benchmarks.gpu_home import Home
+from benchmarks.gpu_task import GPU_ARGS, make_model
+from runtime.data.collections import to_sequences
+from runtime.data.ledger import Ledger
+from runtime.data.order import PromptOrder
+from runtime.data.samples import Collection, Prompt, PromptId
+from runtime.engines.protocol import SamplingSettings
+from runtime.policy import PolicyId
+from runtime.rewards.budget import SkipBudget
+from runtime.rollout.functions import SingleTurn
+from runtime.rollout.gate import AdmissionGate
+from runtime.rollout.parts import ProducerParts
+from runtime.rollout.producer import Producer
+from runtime.rollout.requests import most_telling
+from runtime.rollout.settings import ProducerSettings
+from runtime.trainer.advantages import group_advantages
+from runtime.trainer.protocol import TrainBatch
+
+LIMIT = 0.02
+STUCK_S = 60.0
+
+
+class Coin:
+    """A judge that costs nothing and tells siblings apart."""
+
+    async def judge(self, prompt: Prompt, texts: list[str]) -> list[float]:
+        """Half right."""
+        return [float(i % 2) for i in range(len(texts))]
+
+
+async def under_fire(home: Home, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train and publish while responses run; what every span says, checked."""
+    vocab = home.info.vocab_size
+    rng = torch.Generator().manual_seed(2)
+
+    def prompt(prompt_id: PromptId) -> Prompt:
+        ids = torch.randint(0, vocab, (arguments.prompt_tokens,), generator=rng).tolist()
+        return Prompt(id=prompt_id, token_ids=tuple(ids), text="", answer=None, verifier="coin")
+
+    ledger = Ledger(PromptOrder(100_000, shuffle=False))
+    groups = arguments.concurrency // 16
+    settings = ProducerSettings(
+        epoch=1, vocab_size=vocab, groups_per_collection=groups, samples_per_prompt=8,
+        max_concurrent_samples=arguments.concurrency, max_staleness=4,
+        sampling=SamplingSettings(max_new_tokens=arguments.tokens, ignore_eos=True),
+    )  # fmt: skip
+    parts = ProducerParts(
+        ledger=ledger, prompt=prompt, pool=home.pool, gate=AdmissionGate(clock=home.clock),
+        function=SingleTurn(decode=lambda ids: ""), judge=Coin(), budget=SkipBudget(0.0, 1),
+    )  # fmt: skip
+    producer = Producer(settings, parts)
+    taken: list[Collection] = []
+    kept: dict[int, list[torch.Tensor]] = {}
+    waits: list[float] = []
+
+    async def train() -> None:
+        for update in range(arguments.updates + 1):
+            policy = PolicyId(1, update)
+            if update:
+                await home.trainer.train_step(_batch(taken[-1], update))
+            kept[update] = home.weights()
+            await home.publish(policy)
+            producer.published(policy)
+            began = time.monotonic()
+            collection = await producer.take(groups, policy)
+            waits.append(time.monotonic() - began)
+            assert collection is not None
+            taken.append(collection)
+            ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update + 1)
+            producer.consumed(collection.groups)
+
+    began = time.monotonic()
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(producer.run)
+        await train()
+        await producer.close()
+        tasks.cancel_scope.cancel()
+    wall_s = time.monotonic() - began
+    home.seen = (taken, kept)
+    samples = [s for c in taken for g in c.groups for s in g.samples]
+    return {
+        "updates": arguments.updates,
+        "wall_s": round(wall_s, 2),
+        "s_per_update": round(wall_s / (arguments.updates + 1), 3),
+        "samples": len(samples),
+        "tokens": sum(len(s.token_ids) for s in samples),
+        "mixed_samples": sum(s.is_mixed for s in samples),
+        "most_policies_in_one": max(len({p.policy for p in s.spans}) for s in samples),
+        "continued": producer.occupancy().get("continued", None),
+        "waits_for_collection_s": round(statistics.median(waits), 3),
+        "publications": home.summary(home.decisions[2:]),
+    }
+
+
+def _batch(collection: Collection, update: int) -> TrainBatch:
+    advantages = [[float(a) for a in group_advantages(g.rewards)] for g in collection.groups]
+    return TrainBatch(
+        update=update, sequences=to_sequences(collection, advantages), consumed_digest=""
+    )
+
+
+async def gaps(home: Home) -> dict[str, Any]:
+    """Mean and largest |engine - trainer| of log-probs in the spans of each policy."""
+    taken, kept = home.seen
+    flat = [(c, g, s) for c in taken for g in c.groups for s in g.samples]
+    sequences = [
+        replace(q, group=1000 * c.id + q.group)  # groups of several collections are scored at once
+        for c in taken
+        for q in to_sequences(c, [[0.0] * len(g.samples) for g in c.groups])
+    ]
+    means: dict[str, float] = {}
+    largest, wrong = 0.0, []
+    for update, weights in kept.items():
+        chosen = [
+            i for i, (_, _, s) in enumerate(flat) if any(p.policy.update == update for p in s.spans)
+        ][:64]
+        if not chosen:
+            continue
+        home.load_weights(weights)
+        scored = await home.trainer.score(tuple(sequences[i] for i in chosen), temperature=1.0)
+        by_span: dict[bool, list[float]] = defaultdict(list)
+        for i, found in zip(chosen, scored, strict=True):
+            sample = flat[i][2]
+            for span in sample.spans:
+                theirs = torch.tensor(sample.logprobs[span.start : span.end])
+                gap = (torch.from_numpy(found)[span.start : span.end] - theirs).abs()
+                by_span[span.policy.update == update] += gap.tolist()
+        means[f"u{update}"] = round(statistics.fmean(by_span[True]), 5)
+        largest = max(largest, max(by_span[True]))
+        wrong += by_span[False]
+    return {
+        "mean_by_policy": means,
+        "largest_mean": max(means.values()),
+        "largest": round(largest, 4),
+        "limit": LIMIT,
+        "holds": max(means.values()) <= LIMIT,
+        "mean_of_other_policies": round(statistics.fmean(wrong), 5) if wrong else None,
+    }
+
+
+async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All parts; one that fails does not take the others' figures along."""
+    home = await Home.make(arguments, folder)
+    found: dict[str, Any] = {"machine": home.machine(), "engine": home.facts()}
+    stages = {
+        "under_fire": lambda: under_fire(home, arguments),
+        "gaps": lambda: gaps(home),
+        "transports": lambda: home.transports(arguments.rounds),
+        "throughput": lambda: home.throughput(arguments.concurrency, arguments.seconds),
+        "faults": lambda: faults(home),
+    }
+    try:
+        for name in arguments.parts.split(","):
+            began = time.monotonic()
+            # A stage that hangs says where.
+            faulthandler.dump_traceback_later(STUCK_S, repeat=True)
+            try:
+                found[name] = await stages[name]()
+            except Exception as error:  # the figures of the other parts are worth having
+                first = most_telling([error])
+                found[name] = {"error": f"{type(first).__name__}: {first}"[:2000]}
+            faulthandler.cancel_dump_traceback_later()
+            found[f"{name}_took_s"] = round(time.monotonic() - began, 1)
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    finally:
+        await home.close()
+    return found
+
+
+def main() -> None:
+    """Run it and print one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine-python", default="")
+    parser.add_argument("--parts", default="under_fire,gaps,transports,throughput,faults")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument(
+        "--pause", choices=("in_place", "retract", "abort"), default="in_place",
+        help="of engines with per-token spans; others always abort and continue",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.cpu:
+        arguments = argparse.Namespace(**{
+            **vars(arguments), "concurrency": 32, "prompt_tokens": 8, "tokens": 24, "updates": 4,
+            "rounds": 2, "seconds": 2.0,
+        })  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="mpg-") as name:
+        arguments.model = str(make_model(Path(name) / "model", "tiny" if arguments.cpu else "0.6b"))
+        arguments.engine_args = (
+            {"max_total_tokens": 20000}
+            if arguments.cpu
+            else {**GPU_ARGS, "mem_fraction_static": 0.4}
+        )
+        found = anyio.run(main_async, arguments, Path(name))
+    print(json.dumps(found, indent=1))  # what the command is for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A folder as one file: equal folders give equal bytes, and only plain files come out again.
+
+A normalised tar in zstd: names sorted, owner and times 0, no links, no devices.
+"""
+
+# pyarrow ships no types: what comes out of it is Unknown, here and nowhere else.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, cast
+
+import pyarrow as pa
+
+from runtime.checkpoints.files import digest
+from runtime.errors import StoreError
+from runtime.rundir import atomic
+
+MAX_BYTES = 64 << 30
+"""Unpacked; more is no compiler cache."""
+MAX_FILES = 1_000_000
+
+
+class BadArchive(StoreError):
+    """An archive that is not what its manifest says, or holds what no cache holds."""
+
+    next_check = "delete the archive named here; the next run publishes it anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """An archive on local disk."""
+
+    path: Path
+    sha256: str
+    size: int
+    num_files: int
+
+
+def pack(folder: Path, to: Path) -> Packed:
+    """Write the plain files below ``folder`` into one archive; links and the like are left out.
+
+    Files that vanish while they are read (a compiler's temporary ones) are left out too.
+
+    Raises:
+        DiskFull: if there is no room.
+    """
+    num_files = 0
+    with (
+        atomic.disk_full_as_error(to),
+        pa.CompressedOutputStream(str(to), "zstd") as stream,
+        tarfile.open(
+            fileobj=cast("IO[bytes]", stream), mode="w|", format=tarfile.PAX_FORMAT
+        ) as tar,
+    ):
+        for path in _files(folder):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue
+            info = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            info.size = len(content)
+            # Inductor runs what it compiled, so the mark that says so is part of the content.
+            info.mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+            tar.addfile(info, io.BytesIO(content))
+            num_files += 1
+    return Packed(path=to, sha256=digest(to), size=to.stat().st_size, num_files=num_files)
+
+
+def unpack(archive: Path, to: Path, *, sha256: str) -> int:
+    """Extract into ``to``, which appears whole or not at all; returns how many files.
+
+    Args:
+        archive: as ``pack`` wrote it, from a store that others can write.
+        to: must not exist.
+        sha256: of the archive, from its manifest; looked at before anything is read from it.
+
+    Raises:
+        BadArchive: if digest or content are wrong; nothing is left behind.
+        DiskFull: if there is no room.
+    """
+    if (found := digest(archive)) != sha256:
+        raise BadArchive(f"{archive.name}: sha256 {found[:12]}, its manifest says {sha256[:12]}")
+    staging = to.with_name(f".{to.name}.unpacking")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        with atomic.disk_full_as_error(to):
+            num_files = _extract(archive, staging)
+            staging.rename(to)
+    except (tarfile.TarError, EOFError, pa.ArrowInvalid) as error:
+        raise BadArchive(f"{archive.name}: {error}") from error
+    except OSError as error:
+        if error.errno is not None:  # the system's own trouble, not the decompressor's
+            raise
+        raise BadArchive(f"{archive.name}: {error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return num_files
+
+
+def _extract(archive: Path, to: Path) -> int:
+    to.mkdir(parents=True)
+    num_files = num_bytes = 0
+    with (
+        pa.CompressedInputStream(str(archive), "zstd") as stream,
+        tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as tar,
+    ):
+        for member in tar:
+            name = PurePosixPath(member.name)
+            if not member.isreg() or name.is_absolute() or ".." in name.parts:
+                raise BadArchive(f"{archive.name}: {member.name!r} has no business in a cache")
+            num_files, num_bytes = num_files + 1, num_bytes + member.size
+            if num_files > MAX_FILES or num_bytes > MAX_BYTES:
+                raise BadArchive(
+                    f"{archive.name}: more than {MAX_FILES} files or {MAX_BYTES} bytes"
+                )
+            content = tar.extractfile(member)
+            assert content is not None
+            target = to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as file:
+                shutil.copyfileobj(content, file)
+            target.chmod(0o700 if member.mode & 0o100 else 0o600)
+    return num_files
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            yield path

@@ -1,0 +1,88 @@
+"""What a compiled kernel depends on: caches are shared where all of it is equal, nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from configs.names import read_variable
+
+_PACKAGES = ("torch", "triton", "sglang", "transformers", "megatron-core")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_CPU = Path("/proc/cpuinfo")
+_CPU_FIELDS = ("vendor_id", "cpu family", "model", "stepping", "flags")
+_MODEL_FILE = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKey:
+    """Everything that decides what is compiled."""
+
+    image: str
+    """Digest of the image; empty where there is none: versions and machine have to do."""
+    machine: str
+    """GPU models with their driver, and the processor: C++ kernels are built for it."""
+    versions: Mapping[str, str]
+    model: str
+    """SHA-256 of the model's config."""
+    layout: Mapping[str, object]
+    """Parallel sizes, dtype, engine: what changes shapes and kernels."""
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def key_of(model: Path, layout: Mapping[str, object]) -> CacheKey:
+    """The key on this machine, in this environment. Loads neither torch nor a driver.
+
+    Args:
+        model: HF folder; without a config in it the key is shared by nobody else's model either.
+        layout: JSON values.
+    """
+    config = model / _MODEL_FILE
+    content = config.read_bytes() if config.is_file() else str(model).encode()
+    return CacheKey(
+        image=read_variable("IMAGE", os.environ) or "",
+        machine=_machine(),
+        versions={name: found for name in _PACKAGES if (found := _version(name))}
+        | {"python": platform.python_version()},
+        model=hashlib.sha256(content).hexdigest(),
+        layout=dict(layout),
+    )
+
+
+def _machine() -> str:
+    gpus = sorted(_field(path, "Model") for path in _GPUS.glob("*/information"))
+    driver = Path("/proc/driver/nvidia/version")
+    told = [*gpus, driver.read_text(errors="replace") if driver.is_file() else ""]
+    cpu = ";".join(_field(_CPU, name) for name in _CPU_FIELDS)
+    return "; ".join((*told, platform.machine(), hashlib.sha256(cpu.encode()).hexdigest()[:16]))
+
+
+def _field(path: Path, name: str) -> str:
+    """The first value of ``name : value`` in a file of the kernel; empty where there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        field, _, value = line.partition(":")
+        if field.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

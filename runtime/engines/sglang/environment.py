@@ -1,0 +1,82 @@
+"""The environment a SGLang server is started with, and its private folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+from runtime.engines.sglang.settings import SglangSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+"""Where ``runtime`` lies: the server imports ``runtime.engines.sglang.inside`` from there."""
+
+_PLUGIN = "milepost_engine"
+_ENTRY_POINTS = f"[sglang.srt.plugins]\n{_PLUGIN} = runtime.engines.sglang.inside.plugin:register\n"
+_METADATA = f"Metadata-Version: 2.1\nName: {_PLUGIN.replace('_', '-')}\nVersion: 1\n"
+
+_CACHES: Mapping[str, str] = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+    "DG_JIT_CACHE_DIR": "deep-gemm",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+}
+"""Compiled things outlive a server: the next start finds them, 92 s become 22 s on an H200."""
+
+
+def make_private(folder: Path) -> None:
+    """Make a fresh folder for one incarnation: module cache, temporary files, plugin metadata."""
+    shutil.rmtree(folder, ignore_errors=True)
+    info = folder / "plugins" / f"{_PLUGIN}-1.dist-info"
+    for path in (info, folder / "modules", folder / "tmp"):
+        path.mkdir(parents=True)
+    (info / "METADATA").write_text(_METADATA)
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+
+
+def server_environment(
+    settings: SglangSettings, private: Path, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The owner's environment with what the server needs; devices are as Ray has masked them."""
+    theirs = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(private / "plugins"), str(ROOT), *theirs]
+    caches = Path(settings.cache_root or platformdirs.user_cache_path("milepost") / "engines")
+    env = dict(environ)
+    env.update({name: str(caches / folder) for name, folder in _CACHES.items()})
+    env.update(
+        PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
+        PYTHONUNBUFFERED="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        # Models with code of their own: several servers writing one module cache tear its files.
+        HF_MODULES_CACHE=str(private / "modules"),
+        TMPDIR=str(private / "tmp"),
+        SGLANG_TIMEOUT_KEEP_ALIVE=str(int(settings.keepalive_s)),
+        # Its 503 of a paused or hung server must come before a probe gives up at 10 s.
+        SGLANG_HEALTH_CHECK_TIMEOUT="8",
+    )
+    for name in ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"):
+        env.pop(name, None)
+    if plugins := env.get("SGLANG_PLUGINS"):
+        env["SGLANG_PLUGINS"] = f"{plugins},{_PLUGIN}"
+    if settings.waiting_timeout_s is not None:
+        env["SGLANG_REQ_WAITING_TIMEOUT"] = str(settings.waiting_timeout_s)
+    if settings.running_timeout_s is not None:
+        env["SGLANG_REQ_RUNNING_TIMEOUT"] = str(settings.running_timeout_s)
+    if settings.host == "127.0.0.1":
+        env.update(SGLANG_HOST_IP=settings.host, HOST_IP=settings.host)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, "lo")
+    if settings.device == "cpu":
+        threads = str(settings.threads)
+        env.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
+    return env

@@ -1,0 +1,162 @@
+"""Checksums of what a server holds, by HF name: its fused and sharded parameters taken apart.
+
+Both sides of a publication then compare the same thing, whichever way the bytes travelled and
+however the server lays them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.engines.sglang.inside.plugin import wrap
+from runtime.publication.checksum import Checksums
+from runtime.publication.mix64 import Tiles
+
+_AHEAD_BYTES = 2**30
+
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def hook_checksums(checker: Any) -> None:
+    """Answer ``/weights_checker`` with checksums by HF name."""
+
+    def make(original: Any) -> Any:
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            model = self._get_model()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            answer = _empty_answer(checker, self, kwargs)
+            answer["checksums"] = model_checksums(model)
+            return answer
+
+        return compute
+
+    wrap(checker.WeightChecker, "_compute_checksum", make)
+
+
+def _empty_answer(checker: Any, instance: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The answer around the checksums, as this version of the server has it."""
+    place = {"role": kwargs["role"]} if "role" in kwargs else {}
+    info = checker.ChecksumInfo(
+        checksums={},
+        per_gpu_checksum="",
+        parallelism_info=instance._parallelism_info(**place),
+    )
+    return info.model_dump()
+
+
+def model_checksums(model: Any) -> dict[str, str]:
+    """Checksum of every weight, tied ones once. All ranks call it together."""
+    if next(model.parameters()).is_cuda:
+        tiles = Tiles()
+        for name, tensor in hf_weights(model):
+            tiles.add(name, tensor)
+        return tiles.result()
+    total = sum(parameter.nbytes for _, parameter in model.named_parameters())
+    with Checksums(total * _world(), _AHEAD_BYTES) as sums:
+        for name, tensor in hf_weights(model):
+            sums.add(name, tensor)
+        return sums.result()
+
+
+def hf_weights(model: Any) -> Named:
+    """Every weight as the HF folder has it: whole tensors, one projection each.
+
+    Raises:
+        RuntimeError: for a layer whose weights cannot be taken apart.
+    """
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        prefix, _, leaf = name.rpartition(".")
+        module = modules[prefix]
+        take_apart = next(
+            (_LAYERS[c.__name__] for c in type(module).__mro__ if c.__name__ in _LAYERS), _whole
+        )
+        yield from take_apart(module, prefix, leaf, parameter.data)
+
+
+def _whole(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    yield f"{prefix}.{leaf}" if prefix else leaf, data
+
+
+def _qkv(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    sizes = [module.q_proj_shard_size, module.kv_proj_shard_size]
+    parts = data.split([*sizes, data.shape[0] - sum(sizes)])
+    replicas = (1, module.num_kv_head_replicas, module.num_kv_head_replicas)
+    for part, name, copies in zip(parts, ("q_proj", "k_proj", "v_proj"), replicas, strict=True):
+        yield f"{_renamed(prefix, 'qkv_proj', name)}.{leaf}", _gathered(part, 0, copies)
+
+
+def _gate_up(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    for part, name in zip(data.chunk(2), ("gate_proj", "up_proj"), strict=True):
+        yield f"{_renamed(prefix, 'gate_up_proj', name)}.{leaf}", _gathered(part, 0)
+
+
+def _column(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    yield f"{prefix}.{leaf}", _gathered(data, 0)
+
+
+def _row(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    yield f"{prefix}.{leaf}", _gathered(data, 1) if data.dim() > 1 else data
+
+
+def _vocabulary(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    # Rows behind the vocabulary are padding.
+    yield f"{prefix}.{leaf}", _gathered(data, 0)[: module.org_vocab_size]
+
+
+def _experts(module: Any, prefix: str, leaf: str, data: torch.Tensor) -> Named:
+    if leaf == "w13_weight":
+        parts = dict(zip(("gate_proj", "up_proj"), data.chunk(2, dim=1), strict=True))
+        dim = 1
+    elif leaf == "w2_weight":
+        parts, dim = {"down_proj": data}, 2
+    else:
+        raise RuntimeError(f"{prefix}.{leaf} has no HF name")
+    whole = {name: _gathered(part, dim) for name, part in parts.items()}
+    for expert in range(data.shape[0]):
+        for name, tensor in whole.items():
+            yield f"{prefix}.{expert}.{name}.weight", tensor[expert]
+
+
+_LAYERS: dict[str, Callable[[Any, str, str, torch.Tensor], Named]] = {
+    "QKVParallelLinear": _qkv,
+    "MergedColumnParallelLinear": _gate_up,
+    "ColumnParallelLinear": _column,
+    "RowParallelLinear": _row,
+    "VocabParallelEmbedding": _vocabulary,
+    "FusedMoE": _experts,
+}
+"""By class of the layer, the most special first, as its bases come."""
+
+
+def _renamed(prefix: str, fused: str, name: str) -> str:
+    parent, _, last = prefix.rpartition(".")
+    if last != fused:
+        raise RuntimeError(f"{prefix} is no {fused}: its parts have no HF names here")
+    return f"{parent}.{name}"
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gathered(part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
+    """Shards of all ranks put together; of ``copies`` ranks that hold the same one, the first.
+
+    Raises:
+        RuntimeError: if copies differ.
+    """
+    if _world() == 1:
+        return part
+    own = part.contiguous()
+    shards = [torch.empty_like(own) for _ in range(_world())]
+    dist.all_gather(shards, own)
+    for first in range(0, len(shards), copies):
+        if not all(torch.equal(shards[first], shards[first + i]) for i in range(1, copies)):
+            raise RuntimeError("ranks that should hold the same heads do not")
+    return torch.cat(shards[::copies], dim=dim)

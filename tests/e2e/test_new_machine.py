@@ -1,0 +1,67 @@
+"""A run whose machine is gone with all that was on it, taken up on another from its copy."""
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from runtime.rundir import history
+from tests.e2e.checks import assert_whole
+from tests.e2e.running import Run
+
+pytest.importorskip("flask", reason="the server of moto (pip install -e '.[dev]')")
+pytestmark = [pytest.mark.outage, pytest.mark.ray, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket="copies")
+    yield "s3://copies/e2e"
+    server.stop()
+
+
+def test_a_run_goes_on_where_its_copy_stands_after_the_loss_of_its_machine(
+    make_run: Callable[..., Run], store: str
+) -> None:
+    run = make_run(
+        "core.max_updates=10000",
+        "data.epochs=200",
+        "evaluation.every_updates=1000",
+        f'checkpoint.upload="{store}"',
+    )
+    run.start()
+    run.until(lambda: len(run.events("checkpoint.uploaded")) >= 3, "copies")
+    for process in run.processes():
+        process.kill()
+    run.until(lambda: not run.processes(), "all of it to be gone", attach=False)
+    lost_at = history.committed_update(run.records)
+    copied = [row["update"] for row in run.events("checkpoint.uploaded")][-1]
+    shutil.rmtree(run.root.path)
+
+    run.start()
+    run.until_epoch(2)
+    epoch = history.newest_epoch(run.records)
+    assert epoch is not None
+    assert epoch.restored is not None
+    restored = int(epoch.restored.rpartition("u")[2])
+    # A copy that was whole may not have been told any more.
+    assert copied <= restored <= lost_at
+    run.until_committed(restored + 4)
+    run.stop("final")
+    run.finish()
+    assert_whole(run, updates=run.end.update)
+    assert run.events("checkpoint.uploaded")[-1]["update"] == run.end.update

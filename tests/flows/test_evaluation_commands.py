@@ -1,0 +1,82 @@
+"""`milepost export` and `milepost resubmit-evaluations`, from a run directory alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import boto3
+import pytest
+from moto import mock_aws
+from typer.testing import CliRunner
+
+from flows.cli import build_app
+from runtime.checkpoints.export import RECEIPT, read_receipt
+from runtime.evaluation.receipts import derive
+from runtime.recipes import laptop
+from tests.runtime.evaluation.test_job import POLICY, Job
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    made = tmp_path_factory.mktemp("made") / "laptop"
+    laptop.make(made, seed=3, prompts=8, holdout=8, warm_up_until=None)
+    return Job(tmp_path_factory.mktemp("run"), made)
+
+
+def milepost(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(build_app(arguments), list(arguments))
+    return done.exit_code, done.stdout
+
+
+def test_a_commit_becomes_a_folder_and_objects(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="exports")
+        command = ("export", str(job.root.path), "--update", "0", "--json")
+        code, said = milepost(*command, "--upload", "s3://exports/laptop")
+        assert code == 0, said
+        answer = json.loads(said)
+        folder = Path(answer["path"])
+        assert (answer["policy"], folder) == (str(POLICY), job.root.path / "export-0")
+        listed = s3.list_objects_v2(Bucket="exports", Prefix="laptop/")["Contents"]
+        assert {Path(o["Key"]).name for o in listed} == {p.name for p in folder.iterdir()}
+        stored = s3.get_object(Bucket="exports", Key=f"laptop/{RECEIPT}")["Body"].read()
+        assert stored == (folder / RECEIPT).read_bytes()
+    before = (folder / RECEIPT).stat().st_mtime_ns
+    assert milepost(*command)[0] == 0  # one that stands and is whole is kept
+    assert (folder / RECEIPT).stat().st_mtime_ns == before
+    next(folder.glob("*.safetensors")).write_bytes(b"damaged")
+    assert milepost(*command)[0] == 0
+    receipt = read_receipt(folder)
+    assert receipt is not None
+    assert (folder / RECEIPT).stat().st_mtime_ns > before
+
+
+def test_an_update_without_a_commit_names_those_there_are(job: Job) -> None:
+    code, said = milepost("export", str(job.root.path), "--update", "7", "--json")
+    assert code == 1
+    assert "there are: 0" in json.loads(said)["message"]
+
+
+def test_without_a_server_nothing_is_claimed(job: Job) -> None:
+    job.ask()
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "resubmit-evaluations", str(job.root.path), "--json"],
+        env=os.environ
+        | {"PREFECT_API_URL": "http://127.0.0.1:1/api", "PREFECT_CLIENT_MAX_RETRIES": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["error"] == "JobsAway"
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert receipt.state == "requested"

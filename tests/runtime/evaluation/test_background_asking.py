@@ -1,0 +1,254 @@
+"""What a session asks others to evaluate: snapshots beside training, requests, results landed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.checkpoints.export import export_live
+from runtime.clock import ManualClock
+from runtime.errors import DiskFull
+from runtime.evaluation import receipts
+from runtime.evaluation.asking import void_unstarted
+from runtime.evaluation.background import BackgroundEvaluator
+from runtime.evaluation.opening import Asker
+from runtime.evaluation.receipts import EvaluationReceipt, Result, Started
+from runtime.evaluation.snapshots import find_weights, pinned_policies, release_snapshots
+from runtime.policy import PolicyId
+from runtime.publication.checksum import checksums
+from runtime.publication.snapshot import WrittenSnapshot
+from runtime.rundir import atomic
+from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
+from runtime.telemetry.events import Event
+from runtime.telemetry.protocol import Axis
+from tests.runtime.evaluation.asked import Asked
+from tests.runtime.evaluation.test_evaluator import Told
+from tests.runtime.session.attempted import commit, own
+
+pytestmark = pytest.mark.anyio
+P4, P8 = PolicyId(1, 4), PolicyId(1, 8)
+
+
+class Weights:
+    """A trainer that is one tensor; writing it can fail, and says when it has begun."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.error: Exception | None = None
+
+    async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+        if self.error is not None:
+            raise self.error
+        tensors = {"w": torch.full((4,), self.value)}
+        save_file(tensors, Path(folder) / "model.safetensors")
+        return WrittenSnapshot(num_tensors=1, num_bytes=16, checksums=checksums(tensors.items()))
+
+
+class Asking:
+    def __init__(self, folder: Path, tasks: Any, *, epoch: int = 1, overflow: str = "wait") -> None:
+        self.root = RunRoot(folder / "run")
+        self.root.create()
+        if not Chain(self.root).read():
+            own(self.root, epoch=1)
+        self.model = folder / "model"
+        self.model.mkdir(exist_ok=True)
+        (self.model / "config.json").write_text("{}")
+        self.source, self.told, self.clock = Weights(), Told(), ManualClock()
+        frozen = Asked(folder).frozen
+        self.evaluator = BackgroundEvaluator(
+            root=self.root,
+            sets={"held": frozen},
+            asker=Asker(run="test", attempt=1, epoch=epoch, clock=self.clock),
+            source=self.source,
+            model=self.model,
+            overflow=overflow,  # type: ignore[arg-type]
+            tasks=tasks,
+            metrics=self.told,
+            lifecycle=self.told,  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+
+    async def ask(self, policy: PolicyId, kind: Any = "cadence") -> None:
+        await self.evaluator.evaluate("held", policy, kind=kind)
+        await self.evaluator.settle()
+
+    def receipt(self, policy: PolicyId) -> EvaluationReceipt:
+        found = receipts.derive(self.root.evaluation(str(policy), "held"), stands=True)
+        assert found is not None
+        return found
+
+    def answer(self, policy: PolicyId, **result: Any) -> None:
+        folder = self.root.evaluation(str(policy), "held")
+        claim = receipts.claim_try(folder, by="flow", time=self.clock.time())
+        assert claim is not None
+        receipts.start_try(folder, claim[0], Started(time=self.clock.time(), host="h", pid=1))
+        made = {"time": self.clock.time(), "state": "succeeded", "metrics": {"mean": 0.5}, **result}
+        receipts.finish_try(folder, claim[0], Result.model_validate(made))
+
+
+def commit_of(root: RunRoot, *, update: int) -> int:
+    commit(root.path, update=update)
+    return Chain(root).read()[-1].seq
+
+
+def own_again(root: RunRoot, *, restored: tuple[str, int]) -> None:
+    chain = Chain(root)
+    first = chain.read()[0]
+    policy, seq = restored
+    changed = {"epoch": 2, "restored": policy, "restored_seq": seq, "lease_s": None}
+    chain.append(first.model_copy(update=changed))
+
+
+async def in_session(body: Callable[[Any], Any]) -> None:
+    async with anyio.create_task_group() as tasks:
+        await body(tasks)
+        tasks.cancel_scope.cancel()
+
+
+async def test_training_goes_on_once_the_weights_have_left(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        await asking.evaluator.evaluate("held", P4, kind="cadence")
+        asking.source.value = 1.0  # the next update, while files are still being proved
+        await asking.evaluator.settle()
+        request = asking.receipt(P4).request
+        assert (request.mode, request.kind, request.required) == ("background", "cadence", False)
+        found = find_weights(asking.root, Chain(asking.root).read(), request)
+        assert found is not None
+        assert found.receipt.checksums == checksums({"w": torch.zeros(4)}.items())
+
+    await in_session(body)
+
+
+async def test_asking_again_is_nothing_in_this_session_and_in_the_next(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        first = Asking(tmp_path, tasks)
+        await first.ask(P4)
+        before = sorted(first.root.path.rglob("*"))
+        await first.ask(P4)
+        seq = commit_of(first.root, update=4)
+        own_again(first.root, restored=("e1.u4", seq))
+        second = Asking(tmp_path, tasks, epoch=2)
+        await second.ask(PolicyId(2, 4))  # the same weights, restored
+        made = set(first.root.path.rglob("*")) - set(before)
+        assert {path.parent.name for path in made} == {"chain"}
+
+    await in_session(body)
+
+
+async def test_without_room_the_receipt_says_so_and_the_commit_is_kept(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        asking.source.error = DiskFull("no space")
+        await asking.ask(P4, "final")
+        receipt = asking.receipt(P4)
+        assert (receipt.state, receipt.reason) == ("skipped", "export_failed")
+        assert receipt.next_try_at is not None
+        assert pinned_policies(asking.root, Chain(asking.root).read()) == {"e1.u4"}
+        assert list(asking.root.snapshots.iterdir()) == []
+
+    await in_session(body)
+
+
+async def test_a_disk_that_fills_while_it_is_proved_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(operation: str, path: Path) -> None:
+        if operation == "fsync" and path.name == "config.json":
+            raise OSError(28, "No space left on device", str(path))
+
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        monkeypatch.setattr(atomic, "probe", full)
+        await asking.ask(P4)
+        monkeypatch.setattr(atomic, "probe", None)
+        assert asking.receipt(P4).reason == "export_failed"
+
+    await in_session(body)
+
+
+async def test_a_third_one_is_skipped_as_busy_where_that_is_asked(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks, overflow="skip")
+        for update in (2, 4, 6):
+            await asking.ask(PolicyId(1, update))
+        assert asking.receipt(PolicyId(1, 6)).reason == "busy"
+        assert asking.receipt(P4).state == "requested"
+        asking.answer(P4)
+        await asking.ask(P8)
+        assert asking.receipt(P8).state == "requested"
+        # The final one always waits for its turn.
+        await asking.evaluator.final(PolicyId(1, 10), retries=0, backoff_s=0.0)
+        assert asking.receipt(PolicyId(1, 10)).state == "requested"
+
+    await in_session(body)
+
+
+async def test_the_final_export_is_the_final_snapshot_and_all_is_outstanding(
+    tmp_path: Path,
+) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        await export_live(asking.root, asking.source, P8, model=asking.model, epoch=1, final=True)
+        await asking.evaluator.final(P8, retries=0, backoff_s=0.0)
+        snapshot = asking.receipt(P8).request.snapshot
+        assert snapshot is not None
+        assert (snapshot.path, snapshot.lease) == (str(asking.root.export), None)
+        assert asking.evaluator.outstanding == ["evaluation/8/held"]
+        assert not asking.root.snapshots.exists()
+
+    await in_session(body)
+
+
+async def test_a_snapshot_is_kept_until_its_evaluation_is_settled(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        await asking.ask(P4)
+        assert release_snapshots(asking.root, 1) == ()
+        asking.answer(P4)
+        await asking.ask(P8)  # the owner's next request lets it go
+        assert [p.name for p in asking.root.snapshots.iterdir()] == ["e1.u8"]
+        asking.answer(P8, state="skipped", reason="crashed", metrics={})
+        assert release_snapshots(asking.root, 1) == ()  # it may be tried again
+
+    await in_session(body)
+
+
+async def test_results_land_once_at_their_update_with_their_lag(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        await asking.ask(P4)
+        asking.clock.advance(30.0)
+        asking.answer(P4, trainer_update=9)
+        for _ in range(2):
+            await asking.evaluator.land()
+        ((axis, step, row),) = asking.told.rows
+        assert (axis, step) == (Axis.EVALUATION, 4)
+        assert row["evaluation/held/mean"] == 0.5
+        assert (row["evaluation/held/lag_updates"], row["evaluation/held/lag_s"]) == (5, 30.0)
+        assert asking.told.events == [Event.EVALUATION_FINISHED]
+
+    await in_session(body)
+
+
+async def test_an_attempt_that_goes_on_voids_what_has_not_started(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        asking.evaluator.ask_later(P4)
+        asking.evaluator.ask_later(P4)
+        assert asking.receipt(P4).request.kind == "final"
+        asking.evaluator.ask_later(P8)
+        folder = asking.root.evaluation(str(P8), "held")
+        receipts.claim_try(folder, by="flow", time=0.0)
+        receipts.start_try(folder, 0, Started(time=0.0, host="h", pid=1))
+        records = Chain(asking.root).read()
+        assert void_unstarted(asking.root, records, time=1.0) == ["test/e1.u4/held"]
+        assert asking.receipt(P4).reason == "superseded"
+        assert asking.receipt(P8).state == "running"
+
+    await in_session(body)

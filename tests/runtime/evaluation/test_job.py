@@ -1,0 +1,264 @@
+"""Tries of a background evaluation on a real embedded engine, from a run directory alone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from configs.load import load_run
+from configs.plan import make_plan
+from runtime.checkpoints.commit import Committer
+from runtime.checkpoints.export import read_receipt
+from runtime.checkpoints.from_commit import trainer_of
+from runtime.clock import SystemClock
+from runtime.data.frozen import open_frozen
+from runtime.data.ledger import Ledger
+from runtime.data.order import PromptOrder
+from runtime.errors import OwnedError
+from runtime.evaluation.job import JobOrder, run_job
+from runtime.evaluation.opening import Asker, frozen_set
+from runtime.evaluation.receipts import Snapshot, derive, write_request
+from runtime.evaluation.snapshots import SnapshotMissing, make_weights, snapshot_of
+from runtime.policy import PolicyId
+from runtime.recipes import laptop
+from runtime.rundir import atomic
+from runtime.rundir.chain import Chain
+from runtime.rundir.layout import RunRoot
+from runtime.session.preparing import Prepared, run_preparation
+from tests.runtime.checkpoints.tiny_run import IDENTITY, take_over
+
+pytestmark = pytest.mark.timeout(180)
+PROMPTS = 8
+POLICY = PolicyId(1, 0)
+VERIFIER = '''
+"""Scores slowly; kills the engine once, and has no verdict for one prompt, when told to."""
+import pathlib
+import time
+
+import psutil
+
+HERE = pathlib.Path(__file__).parent
+
+
+def score(response, answer, metadata):
+    if (HERE / "slow").exists():
+        time.sleep(0.2)
+    if (HERE / "kill").exists():
+        (HERE / "kill").unlink()
+        for process in psutil.Process().parent().children():
+            if "runtime.engines.embedded.server" in process.cmdline():
+                process.kill()
+    if (HERE / "crash").exists() and answer == (HERE / "crash").read_text():
+        raise RuntimeError("no verdict on this one")
+    return float(len(response) > 0)
+'''
+RUN_FILE = """
+name = "job"
+[model]
+path = "{made}/model"
+dtype = "float32"
+[data]
+train = "{made}/train.jsonl"
+max_prompt_tokens = 32
+[rollout]
+max_running_requests = 1
+max_response_tokens = 24
+[reward]
+verifier = "slowly:score"
+workers = 1
+skip_budget = 0.1
+[core]
+max_updates = 1
+[health]
+interval = "1s"
+[evaluation]
+mode = "background"
+[evaluation.sets.held]
+prompts = "{made}/holdout.jsonl"
+[output]
+root = "run"
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "laptop"
+    laptop.make(folder, seed=3, prompts=8, holdout=PROMPTS, warm_up_until=None)
+    return folder
+
+
+class Job:
+    """A prepared run whose commit 0 stands, and one evaluation of it."""
+
+    def __init__(self, folder: Path, made: Path) -> None:
+        self.folder = folder
+        (folder / "slowly.py").write_text(VERIFIER)
+        (folder / "run.toml").write_text(RUN_FILE.format(made=made))
+        loaded = load_run(folder / "run.toml", [])
+        self.spec = loaded.spec
+        self.root = RunRoot.of(loaded.spec.output.root)
+        self.root.create()
+        atomic.write_bytes(self.root.run, loaded.spec.model_dump_json().encode())
+        atomic.write_bytes(self.root.plan, make_plan(loaded).model_dump_json().encode())
+        self.prepared: Prepared = run_preparation(loaded.spec, self.root)
+        take_over(self.root)
+        anyio.run(self._commit)
+        found = self.prepared.sets["held"]
+        store = open_frozen(Path(found.data))
+        self.frozen = frozen_set(self.spec, "held", store=store, fingerprint=found.fingerprint)
+        self.answers = [json.loads(line)["answer"] for line in (made / "holdout.jsonl").open()]
+
+    async def _commit(self) -> None:
+        async def committed(record: object, segment: object) -> None:
+            pass
+
+        async with anyio.create_task_group() as tasks:
+            committer = Committer(
+                root=self.root, epoch=1, identity=IDENTITY, source=None,  # type: ignore[arg-type]
+                tasks=tasks, on_committed=committed, parent=None,
+            )  # fmt: skip
+            ledger = Ledger(PromptOrder(8, epochs=1))
+            await committer.commit_initial(ledger.snapshot(), POLICY, {"model": "m"})
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root.evaluation(str(POLICY), "held")
+
+    def ask(self, snapshot: Snapshot | None = None) -> None:
+        asker = Asker(run="job", attempt=1, epoch=1, clock=SystemClock())
+        asked = asker.request(self.frozen, POLICY, "final", mode="background", snapshot=snapshot)
+        write_request(self.evaluation, asked)
+
+    def snapshot(self) -> Snapshot:
+        async def make() -> Snapshot:
+            asker = Asker(run="job", attempt=1, epoch=1, clock=SystemClock())
+            asked = asker.request(self.frozen, POLICY, "final", mode="background")
+            trainer = trainer_of(self.spec)
+            weights = await make_weights(
+                self.root, Chain(self.root).read(), asked,
+                model=Path(self.prepared.model), trainer=trainer,
+            )  # fmt: skip
+            await trainer.shutdown()
+            return snapshot_of(weights.folder, weights.receipt, is_leased=True)
+
+        return anyio.run(make)
+
+    def order(self, number: int, flow_run: str | None = None) -> JobOrder:
+        return JobOrder(
+            root=self.root, policy=str(POLICY), set_name="held", number=number, flow_run=flow_run
+        )
+
+    def run(self, number: int) -> dict[str, float]:
+        return anyio.run(run_job, self.order(number)).metrics
+
+    def items(self) -> list[int]:
+        path = self.evaluation / "items.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["index"] for line in lines if line.endswith("}")]
+
+
+@pytest.fixture
+def job(tmp_path: Path, made: Path) -> Job:
+    return Job(tmp_path, made)
+
+
+def test_a_commit_without_a_snapshot_is_exported_evaluated_and_never_again(job: Job) -> None:
+    (job.folder / "crash").write_text(job.answers[3])
+    job.ask()
+    metrics = job.run(0)
+    assert metrics["num_prompts"] == PROMPTS - 1
+    assert metrics["num_missing"] == 1
+    assert sorted(job.items()) == list(range(PROMPTS))
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert receipt.state == "succeeded"
+    exported = read_receipt(job.root.snapshots / str(POLICY))
+    assert exported is not None
+    assert exported.source == "commit"
+    before = (job.evaluation / "items.jsonl").read_bytes()
+    assert job.run(1) == metrics
+    assert (job.evaluation / "items.jsonl").read_bytes() == before
+    assert len(list((job.evaluation / "tries").iterdir())) == 1
+
+
+def test_after_kills_of_the_job_and_of_its_engine_no_item_is_repeated(job: Job) -> None:
+    job.ask(job.snapshot())
+    (job.folder / "slow").touch()
+    victim = start(job, 0)
+    until(lambda: len(job.items()) >= 2, victim)
+    servers = [
+        child
+        for child in psutil.Process(victim.pid).children()
+        if "runtime.engines.embedded.server" in child.cmdline()
+    ]
+    assert len(servers) == 1
+    victim.kill()
+    victim.wait()
+    _, left = psutil.wait_procs(servers, timeout=30)
+    assert left == []  # no engine outlives its evaluation
+    done = set(job.items())
+    assert 2 <= len(done) < PROMPTS
+
+    (job.folder / "kill").touch()
+    metrics = job.run(1)
+    assert not (job.folder / "kill").exists()  # the engine was killed, and came back
+    assert metrics["num_prompts"] == PROMPTS
+    assert metrics["num_missing"] == 0
+    times = Counter(job.items())
+    assert set(times) == set(range(PROMPTS))
+    # One line may have been half written when the process was killed.
+    assert set(times.values()) == {1}
+
+
+def start(job: Job, number: int) -> "subprocess.Popen[bytes]":
+    code = (
+        "import anyio, sys\n"
+        "from runtime.evaluation.job import JobOrder, run_job\n"
+        "from runtime.rundir.layout import RunRoot\n"
+        "root, policy, number = sys.argv[1:]\n"
+        "order = JobOrder(root=RunRoot.of(root), policy=policy, set_name='held',"
+        " number=int(number))\n"
+        "anyio.run(run_job, order)\n"
+    )
+    command = [sys.executable, "-c", code, str(job.root.path), str(POLICY), str(number)]
+    return subprocess.Popen(command, env=os.environ)
+
+
+def until(is_so, process: "subprocess.Popen[bytes]") -> None:
+    while not is_so():
+        assert process.poll() is None, "it ended before"
+        time.sleep(0.02)
+
+
+def test_a_snapshot_with_a_changed_byte_is_reported_with_what_to_do(job: Job) -> None:
+    snapshot = job.snapshot()
+    job.ask(snapshot)
+    weights = next(Path(snapshot.path).glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(SnapshotMissing, match=r"milepost export .* --update 0"):
+        job.run(0)
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert (receipt.state, receipt.reason, receipt.next_try_at) == (
+        "skipped", "snapshot_missing", None,
+    )  # fmt: skip
+    assert job.items() == []
+
+
+def test_a_try_that_another_process_runs_is_left_alone(job: Job) -> None:
+    job.ask(Snapshot(path="/nowhere", digest="d"))
+    with pytest.raises(SnapshotMissing):
+        anyio.run(run_job, job.order(0, flow_run="one"))
+    (job.evaluation / "tries" / "0" / "result.json").unlink()
+    with pytest.raises(OwnedError, match="flow run one"):
+        anyio.run(run_job, job.order(0, flow_run="another"))
+    assert not (job.evaluation / "tries" / "0" / "result.json").exists()
