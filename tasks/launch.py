@@ -109,7 +109,7 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
     """The next attempt is at its scheduler; shows the document that was sent."""
     launch = submit_run(run.loaded, run.sender, reason=reason, lost_attempt=lost_attempt)
     get_run_logger().info("%s: attempt %s %s", launch.how, launch.attempt, launch.notice)
-    _show_document(run, launch.attempt)
+    _show_document(run, launch.attempt, reason)
     return launch
 
 
@@ -154,11 +154,11 @@ def failed(watched: Watched) -> RunError:
     return ending(watched.attempt, watched.standing, watched.decision)
 
 
-def _show_document(run: Run, attempt: int) -> None:
+def _show_document(run: Run, attempt: int, reason: str) -> None:
     plan = make_plan(run.loaded)
     claim = scheduler_claim(run.sender.backend.name, run.loaded.spec.model_dump_json(), plan)
     submission = submission_of(
-        run.loaded, plan, attempt=attempt, image=run.sender.image, claim=claim
+        run.loaded, plan, attempt=attempt, image=run.sender.image, claim=claim, reason=reason
     )
     document = canonical_json(run.sender.backend.render(submission))
     text = f"## Attempt {attempt} as {run.sender.backend.name} got it\n\n```json\n{document}\n```"

@@ -48,7 +48,6 @@ def beaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None) -> Ite
     monkeypatch.setattr(watching, "BACKOFF_S", 0.01)
     monkeypatch.setattr(steps, "POLL_S", 0.05)
     with fake_beaker.serving(tmp_path) as beaker:
-        # One certificate a process: the one that gRPC read first is the one of its first server.
         yield beaker
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[FakeBeaker]:
-    """A server on loopback. gRPC reads its root certificates once a process: one folder for all."""
+    """A server on loopback; ``folder`` keeps its certificate."""
     state = FakeBeaker()
     key, certificate = _certificate()
     roots = folder / "roots.pem"
@@ -172,7 +173,9 @@ def serving(folder: Path) -> Iterator[FakeBeaker]:
         rest.server_close()
 
 
+@cache
 def _certificate() -> tuple[bytes, bytes]:
+    """One for all servers of a process: gRPC reads its roots once."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -14,12 +14,14 @@ import typer.testing
 pytest.importorskip("beaker", reason="pip install -e '.[launch]'")
 
 from configs.load import LoadedRun
+from configs.plan import make_plan
 from flows.cli import build_app
 from runtime.errors import CredentialsRefused, LaunchRefused, ServiceUnavailable
 from runtime.launch.beaker import beaker_backend
+from runtime.launch.beaker_document import beaker_document
 from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass
-from runtime.launch.submitting import Sender, submit_run
+from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
 from runtime.launch.watching import Watcher, decide
 from tests.runtime.launch import fake_beaker
 from tests.runtime.launch.fake_beaker import FakeBeaker
@@ -135,6 +137,10 @@ def test_a_preempted_attempt_is_submitted_again_under_the_next_number(
     assert (standing.kind, decision.what) == (AttemptClass.PREEMPTED, "again")
     again = submit_run(loaded, by, reason=decision.why, lost_attempt=1)
     assert (again.how, again.attempt, beaker.num_posts) == ("started", 2, 2)
+    plan = make_plan(loaded)
+    claim = scheduler_claim("beaker", loaded.spec.model_dump_json(), plan)
+    sent = submission_of(loaded, plan, attempt=2, image=IMAGE, claim=claim, reason=decision.why)
+    assert list(beaker.specs.values())[1] == beaker_document(sent)
     assert [r.attempt for r in Receipts().of_root(loaded.spec.output.root)] == [1, 2]
 
 
