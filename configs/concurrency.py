@@ -31,16 +31,23 @@ def staleness_bound_groups(spec: RunSpec) -> int:
     return spec.rollout.groups_per_collection * (ahead + 1)
 
 
-def settle_concurrency(spec: RunSpec) -> Concurrency:
+def settle_concurrency(spec: RunSpec, *, slots: int | None = None) -> Concurrency:
     """Samples in flight by the run file, or by rule where it is silent.
 
-    The rule: the larger of a whole collection and twice the serving slots, rounded up to whole
-    groups, but no more than the staleness bound allows. Twice, so that a slot that falls free finds
-    work waiting at the engine; more queued work adds no serving capacity.
+    Args:
+        spec: the run file.
+        slots: serving slots of all engines as they turned out; None: as the file has them.
+
+    Returns:
+        The settled number. The rule: the larger of a whole collection and twice the serving slots,
+        rounded up to whole groups, but no more than the staleness bound allows. Twice, so that a
+        slot that falls free finds work waiting at the engine; more queued work adds no serving
+        capacity.
     """
     per_group = spec.rollout.samples_per_prompt
     collection = spec.rollout.groups_per_collection * per_group
-    slots = spec.rollout.engines * spec.rollout.max_running_requests
+    if slots is None:
+        slots = spec.rollout.engines * spec.rollout.max_running_requests
     bound_groups = staleness_bound_groups(spec)
     bound = bound_groups * per_group
     wanted = max(collection, -(-2 * slots // per_group) * per_group)

@@ -44,7 +44,7 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         version=str(server.get("version")),
         vocab_size=vocab_size,
         context_length=context_length,
-        max_running_requests=int(server.get("max_running_requests") or 0),
+        max_running_requests=_slots(server),
         native_spans=await _proves_spans(asks, context_length),
         takes_salt=await _takes_salt(asks),
         forgets_prefixes=facts.get("contract") == 1,
@@ -95,6 +95,13 @@ class _Asks:
         if not isinstance(answer, dict):
             raise ContractViolation(f"{path} did not answer with an object")
         return cast(Mapping[str, Any], answer)
+
+
+def _slots(server: Mapping[str, Any]) -> int:
+    """Responses it decodes at once; memory may leave fewer than it was asked for."""
+    states = cast(list[Mapping[str, Any]], server.get("internal_states") or [{}])
+    settled = states[0].get("effective_max_running_requests_per_dp")
+    return int(settled or server.get("max_running_requests") or 0)
 
 
 async def _takes_salt(asks: _Asks) -> bool:

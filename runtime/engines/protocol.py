@@ -97,6 +97,7 @@ class EngineInfo:
     vocab_size: int
     context_length: int
     max_running_requests: int
+    """Serving slots as they turned out; 0 where the engine does not say."""
     native_spans: bool
     """Per-token spans survive a swap in place: proved by a swap."""
     takes_salt: bool

@@ -26,15 +26,33 @@ _log = get_logger()
 _MEND_POLL_S = 0.5
 _REST_POLL_S = 0.02
 _DRAIN_SLACK_S = 5.0
+_TRANSFER_BASE_S = 60.0
+_SLOWEST_BYTES_PER_S = 20e6
+"""A shared file system on a bad day; every other way is faster."""
 
 
-def publication_limits(drain_deadline_s: float) -> PublicationLimits:
-    """Limits of a publication whose drain the gate bounds itself.
+def publication_limits(
+    drain_deadline_s: float, weight_bytes: int | None = None
+) -> PublicationLimits:
+    """Limits of a publication by this run's drain and weights.
 
     The gate cuts what is left after ``drain_deadline_s`` and joins it; the publication's own limit
     of that stage only catches a gate that does not keep its word, so it lies beyond both.
+
+    The transfer's limit goes with the weights: while an engine hangs in it, nobody is served and no
+    probe runs, so a small model must not wait as long as a large one.
+
+    Args:
+        drain_deadline_s: of the run.
+        weight_bytes: of one copy of the weights; None: not known, the longest limit.
     """
-    return PublicationLimits(drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S)
+    longest = PublicationLimits()
+    transfer_s = longest.transfer_s
+    if weight_bytes is not None:
+        transfer_s = min(transfer_s, _TRANSFER_BASE_S + weight_bytes / _SLOWEST_BYTES_PER_S)
+    return PublicationLimits(
+        drain_s=drain_deadline_s + JOIN_DEADLINE_S + _DRAIN_SLACK_S, transfer_s=transfer_s
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anyio.abc import TaskGroup
 
+from configs.concurrency import settle_concurrency
 from configs.run import RunSpec
 from configs.shape import read_shape
 from runtime.data.decoder import load_decoder
@@ -42,6 +43,8 @@ from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
 from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared
+from runtime.telemetry.events import Event
+from runtime.telemetry.log import get_logger
 from runtime.telemetry.protocol import Axis
 from runtime.telemetry.recorder import Recorder
 from runtime.waits import stretched
@@ -182,6 +185,26 @@ def _overlong(spec: RunSpec) -> Callable[[Sample], float] | None:
     return shape
 
 
+def _concurrency(context: Context, pool: EnginePool) -> int:
+    """Samples in flight: as planned, or by the slots that the engines came up with, if fewer."""
+    rollout = context.spec.rollout
+    slots = sum(
+        min(
+            engine.info.max_running_requests or rollout.max_running_requests,
+            rollout.max_running_requests,
+        )
+        for engine in pool.live()
+    )
+    asked = rollout.engines * rollout.max_running_requests
+    if not 0 < slots < asked:
+        return context.plan.concurrency
+    settled = settle_concurrency(context.spec, slots=slots)
+    get_logger().warning(
+        Event.ENGINE_SLOTS_FEWER, slots=slots, asked=asked, concurrency=settled.samples
+    )
+    return settled.samples
+
+
 def _router(spec: RunSpec) -> RouterShape | None:
     """Of the model, where the choices of experts are to be replayed."""
     shape = read_shape(spec.model) if spec.core.routing_replay else None
@@ -213,7 +236,7 @@ def make_producer(
         samples_per_prompt=rollout.samples_per_prompt,
         router=_router(spec),
         sampling=sampling_settings(spec),
-        max_concurrent_samples=context.plan.concurrency,
+        max_concurrent_samples=_concurrency(context, engines.pool),
         updates_per_collection=spec.core.updates_per_collection,
         max_staleness=spec.async_.max_staleness,
         buffer_collections=spec.async_.buffer_collections,

@@ -83,6 +83,7 @@ class Event(StrEnum):
     # Engines, publication
     ENGINE_STARTING = "engine.starting", "A server is still on its way up; its last line is told."
     ENGINE_STARTED = "engine.started", "A server answers; it gets no traffic before a publication."
+    ENGINE_SLOTS_FEWER = "engine.slots_fewer", "Memory left fewer slots than asked for."
     ENGINE_VERIFIED = "engine.verified", "Its weights were proved to be the published policy's."
     ENGINE_SUSPECTED = "engine.suspected", "A health probe was missed."
     ENGINE_RECOVERED = "engine.recovered", "A suspected engine answered again."

@@ -80,3 +80,12 @@ def test_the_arithmetic_by_hand(load: Load) -> None:
 def test_too_much_queued_work_names_what_to_look_at(load: Load) -> None:
     (warning,) = settle_concurrency(load("async.async_max_concurrent_samples = 800").spec).warnings
     assert "trainer wait and serving occupancy" in warning
+
+
+@given(specs(), st.integers(1, 512))
+def test_fewer_slots_than_asked_for_never_mean_more_samples(spec: RunSpec, slots: int) -> None:
+    asked = spec.rollout.engines * spec.rollout.max_running_requests
+    fewer = settle_concurrency(spec, slots=min(slots, asked))
+    assert fewer.samples <= settle_concurrency(spec).samples
+    assert fewer.samples >= spec.rollout.groups_per_collection * spec.rollout.samples_per_prompt
+    assert settle_concurrency(spec, slots=asked) == settle_concurrency(spec)

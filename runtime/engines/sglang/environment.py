@@ -61,6 +61,8 @@ def server_environment(
         HF_MODULES_CACHE=str(private / "modules"),
         TMPDIR=str(private / "tmp"),
         SGLANG_TIMEOUT_KEEP_ALIVE=str(int(settings.keepalive_s)),
+        # Its 503 of a paused or hung server must come before a probe gives up at 10 s.
+        SGLANG_HEALTH_CHECK_TIMEOUT="8",
     )
     for name in ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"):
         env.pop(name, None)

@@ -135,3 +135,21 @@ def test_a_body_names_what_was_asked():
             "sampling_seed": 5,
         },
     }
+
+
+def test_an_abort_in_the_queue_is_read_as_sglang_tells_it():
+    """Neither prompt tokens nor log-probs: it may be continued from where it was."""
+    told = {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "weight_version": "e1.u3",
+            "e2e_latency": 0.2,
+            "completion_tokens": 0,
+        },
+    }
+    (found,) = generations(told, n=1)
+    assert (found.finish, found.token_ids, found.spans) == ("abort", (), ())
+    assert (found.prefill, found.prompt_tokens) == (PolicyId(1, 3), 0)

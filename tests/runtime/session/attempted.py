@@ -5,7 +5,7 @@ from pathlib import Path
 from configs.load import load_run
 from configs.plan import make_plan
 from runtime.clock import Clock
-from runtime.launch.start import expected_counts
+from runtime.launch.freezing import expected_counts
 from runtime.rundir import atomic
 from runtime.rundir.attempt import AttemptFile, GuardFile
 from runtime.rundir.chain import Chain

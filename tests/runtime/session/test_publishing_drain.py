@@ -93,3 +93,11 @@ async def test_requests_run_out_for_as_long_as_the_run_file_allows(
     waited = anyio.current_time() - began
     assert waited == pytest.approx(deadline_s + 20 if is_cut else deadline_s - 60, abs=5)
     assert it.gate.is_open
+
+
+def test_the_transfer_of_small_weights_is_given_up_sooner():
+    """Nobody is served meanwhile; and a model nobody could measure keeps the longest limit."""
+    limits = [publication_limits(10.0, size).transfer_s for size in (10**6, 10**9, 10**12, None)]
+    assert 60.0 < limits[0] < 61.0
+    assert limits == sorted(limits)
+    assert limits[2] == limits[3] == 600.0
