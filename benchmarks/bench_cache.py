@@ -74,6 +74,7 @@ def steps(model: str) -> dict[str, float]:
 
 def timed(model: Path, root: Path) -> dict[str, float]:
     """The steps in a fresh process whose compilers keep their caches below ``root``."""
+    before = os.times()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bench_cache", "--steps", str(model)],
         env=os.environ | environment(root),
@@ -81,7 +82,9 @@ def timed(model: Path, root: Path) -> dict[str, float]:
         capture_output=True,
         text=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    after = os.times()
+    cpu_s = sum(after[2:4]) - sum(before[2:4])  # of children that have ended, compilers too
+    return json.loads(done.stdout.splitlines()[-1]) | {"cpu_s": cpu_s}
 
 
 def one_round(model: Path, folder: Path) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class Weights:
             raise self.error
         tensors = {"w": torch.full((4,), self.value)}
         save_file(tensors, Path(folder) / "model.safetensors")
-        return WrittenSnapshot(num_tensors=1, num_bytes=16, checksums=checksums(tensors.items()))
+        return WrittenSnapshot(
+            num_tensors=1, num_bytes=16, digests={"sha256": checksums(tensors.items())}
+        )
 
 
 class Asking:

@@ -73,7 +73,7 @@ max_response_tokens = 24
 [reward]
 verifier = "slowly:score"
 workers = 1
-skip_budget = 0.1
+skip_budget = 0.2
 [core]
 max_updates = 1
 [health]
