@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import anyio
 import psutil
 import pytest
 import torch
@@ -67,6 +66,12 @@ def request(*ids: int, **fields: int) -> GenerateRequest:
     return GenerateRequest(rid="r", input_ids=ids, sampling=sampling, salt="e1.u0")
 
 
+def until_seen_dead(owner: SglangOwner) -> None:
+    """It is asked again and again; the test's own timeout bounds it."""
+    while owner.is_running():
+        time.sleep(0.01)
+
+
 def words(log: Path) -> str:
     return log.read_text(errors="replace")
 
@@ -102,8 +107,7 @@ async def test_what_would_end_the_server_is_refused_before_it_leaves(owner: Sgla
         body = b'{"input_ids": [1, 99999], "sampling_params": {"max_new_tokens": 1}}'
         with pytest.raises(TransportError):
             await client._http.send("POST", "/generate", body)
-    while owner.is_running():  # the test's own timeout bounds it
-        await anyio.sleep(0.1)
+    until_seen_dead(owner)
     assert "IndexError" in words(log)
     owner.stop()
     assert left(address) == []
@@ -127,8 +131,7 @@ async def _lives_and_dies(owner: SglangOwner) -> None:
     assert KEY not in " ".join(psutil.Process(address.pid).cmdline())
 
     os.kill(worker(address, "sglang::scheduler"), signal.SIGKILL)
-    while owner.is_running():  # the kernel takes a moment
-        await anyio.sleep(0.001)
+    until_seen_dead(owner)
 
     second = owner.start()
     assert left(address) == []
