@@ -307,6 +307,15 @@ async def test_full_queue_refuses_with_503(start_engine: Callable[..., Any]):
     assert reason["message"] == "The request queue is full."
 
 
+async def test_health_while_the_queue_is_full(start_engine: Callable[..., Any]):
+    with start_engine(max_running_requests=1, max_queued_requests=1) as engine:
+        async with engine.stream(LONG) as running, engine.stream({**LONG, "rid": "waits"}):
+            await running.tokens(1)
+            for path in ("/health", "/health_generate"):
+                answer = await engine.get(path)
+                assert (answer.status, answer.body) == (200, "")
+
+
 async def test_more_samples_than_the_queue_holds_are_refused_whole(
     start_engine: Callable[..., Any],
 ):
@@ -373,6 +382,13 @@ async def test_abort_of_a_waiting_request_has_no_logprobs(start_engine: Callable
     assert "output_token_logprobs" not in meta
 
 
+async def test_a_client_that_leaves_frees_its_place(start_engine: Callable[..., Any]):
+    with start_engine(max_running_requests=1) as engine:
+        async with engine.stream(LONG) as running:
+            await running.tokens(1)
+        assert (await engine.post("/generate", generate())).status == 200
+
+
 async def test_unknown_ids_and_prefixes_abort_nothing(engine_server: RunningEngine):
     async with engine_server.stream({**LONG, "rid": "abcdef"}) as running:
         first = await running.tokens(1)
@@ -390,22 +406,6 @@ async def test_abort_all_ends_everything(start_engine: Callable[..., Any]):
         kinds = sorted(a.body["meta_info"]["finish_reason"]["message"] for a in answers)
         assert kinds == ["Abort in waiting queue"] * 3 + ["Aborted"] * 2
         await engine.until(waiting=0, running=0)
-
-
-async def test_a_client_that_leaves_frees_its_place(start_engine: Callable[..., Any]):
-    with start_engine(max_running_requests=1) as engine:
-        async with engine.stream(LONG) as running:
-            await running.tokens(1)
-        assert (await engine.post("/generate", generate())).status == 200
-
-
-async def test_health_while_the_queue_is_full(start_engine: Callable[..., Any]):
-    with start_engine(max_running_requests=1, max_queued_requests=1) as engine:
-        async with engine.stream(LONG) as running, engine.stream({**LONG, "rid": "waits"}):
-            await running.tokens(1)
-            for path in ("/health", "/health_generate"):
-                answer = await engine.get(path)
-                assert (answer.status, answer.body) == (200, "")
 
 
 async def test_facts(engine_server: RunningEngine):
