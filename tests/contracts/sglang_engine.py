@@ -71,7 +71,7 @@ class SharedServers:
     def lend(self, **limits: Any) -> Iterator[str]:
         """The URL of a server with these limits, put back."""
         running = self._special if limits else self._ordinary
-        if running is None or running.limits != limits or not running.owner.is_running():
+        if running is None or running.limits != limits or not running.is_put_back(self._model):
             if running is not None:
                 running.owner.stop()
             owner = owner_of(self._model, self._folder / "engine.log", **limits)
@@ -80,8 +80,6 @@ class SharedServers:
                 self._special = running
             else:
                 self._ordinary = running
-        else:
-            running.put_back(self._model)
         yield running.url
 
     def close(self) -> None:
@@ -98,7 +96,15 @@ class _Running:
     limits: dict[str, Any]
     url: str
 
-    def put_back(self, model: Path) -> None:
+    def is_put_back(self, model: Path) -> bool:
+        """Put it back; False where it is dead or does not answer."""
+        try:
+            self._put_back(model)
+        except OSError:
+            return False
+        return self.owner.is_running()
+
+    def _put_back(self, model: Path) -> None:
         self._post("/abort_request", {"abort_all": True})
         self._post("/continue_generation", {})
         self._post("/end_weight_update", {})
