@@ -43,6 +43,8 @@ class Home:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.folder = folder
         self.pause = arguments.pause
+        self.seen: tuple[Any, Any]
+        """What a run under fire left: collections, and the weights of each policy."""
         self.clock = SystemClock()
         self.pool = EnginePool(1, clock=self.clock)
         self.decisions: list[Decision] = []

@@ -14,11 +14,13 @@ producer, and the faults: requests that would end the server, a killed and a sto
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ from runtime.trainer.advantages import group_advantages
 from runtime.trainer.protocol import TrainBatch
 
 LIMIT = 0.02
+STUCK_S = 60.0
 
 
 class Coin:
@@ -104,6 +107,7 @@ async def under_fire(home: Home, arguments: argparse.Namespace) -> dict[str, Any
         await producer.close()
         tasks.cancel_scope.cancel()
     wall_s = time.monotonic() - began
+    home.seen = (taken, kept)
     samples = [s for c in taken for g in c.groups for s in g.samples]
     return {
         "updates": arguments.updates,
@@ -115,7 +119,6 @@ async def under_fire(home: Home, arguments: argparse.Namespace) -> dict[str, Any
         "most_policies_in_one": max(len({p.policy for p in s.spans}) for s in samples),
         "continued": producer.occupancy().get("continued", None),
         "waits_for_collection_s": round(statistics.median(waits), 3),
-        "gaps": await _gaps(home, taken, kept),
         "publications": home.summary(home.decisions[2:]),
     }
 
@@ -127,13 +130,14 @@ def _batch(collection: Collection, update: int) -> TrainBatch:
     )
 
 
-async def _gaps(
-    home: Home, taken: list[Collection], kept: dict[int, list[torch.Tensor]]
-) -> dict[str, Any]:
+async def gaps(home: Home) -> dict[str, Any]:
     """Mean and largest |engine - trainer| of log-probs in the spans of each policy."""
+    taken, kept = home.seen
     flat = [(c, g, s) for c in taken for g in c.groups for s in g.samples]
     sequences = [
-        q for c in taken for q in to_sequences(c, [[0.0] * len(g.samples) for g in c.groups])
+        replace(q, group=1000 * c.id + q.group)  # groups of several collections are scored at once
+        for c in taken
+        for q in to_sequences(c, [[0.0] * len(g.samples) for g in c.groups])
     ]
     means: dict[str, float] = {}
     largest, wrong = 0.0, []
@@ -171,6 +175,7 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
     found: dict[str, Any] = {"machine": home.machine(), "engine": home.facts()}
     stages = {
         "under_fire": lambda: under_fire(home, arguments),
+        "gaps": lambda: gaps(home),
         "transports": lambda: home.transports(arguments.rounds),
         "throughput": lambda: home.throughput(arguments.concurrency, arguments.seconds),
         "faults": lambda: faults(home),
@@ -178,11 +183,14 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
     try:
         for name in arguments.parts.split(","):
             began = time.monotonic()
+            # A stage that hangs says where.
+            faulthandler.dump_traceback_later(STUCK_S, repeat=True)
             try:
                 found[name] = await stages[name]()
             except Exception as error:  # the figures of the other parts are worth having
                 first = most_telling([error])
                 found[name] = {"error": f"{type(first).__name__}: {first}"[:2000]}
+            faulthandler.cancel_dump_traceback_later()
             found[f"{name}_took_s"] = round(time.monotonic() - began, 1)
             if arguments.out is not None:
                 arguments.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -195,7 +203,7 @@ def main() -> None:
     """Run it and print one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine-python", default="")
-    parser.add_argument("--parts", default="under_fire,transports,throughput,faults")
+    parser.add_argument("--parts", default="under_fire,gaps,transports,throughput,faults")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)

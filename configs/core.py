@@ -8,7 +8,7 @@ from pydantic import Field
 
 from configs.loss import LOSSES, Aggregation, LossName, LossRow
 from configs.model import DType
-from configs.section import PositiveSeconds, RunPath, Seconds, Section
+from configs.section import PositiveSeconds, RunPath, Seconds, Section, Texts
 
 AttentionBackend = Literal["auto", "flash_4", "flash_3", "flash_2", "sdpa"]
 PublicationMode = Literal["refresh", "drain", "rolling"]
@@ -101,12 +101,19 @@ class Core(Section):
     # Optimizer: AdamW.
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Course of the learning rate after the warm-up; `wsd` stays and falls linearly at its end."""
     lr_decay_updates: int | None = Field(default=None, ge=1)
-    """Update at which the cosine arrives at `min_lr`; absent: `max_updates`."""
+    """Update at which the rate arrives at `min_lr`; absent: `max_updates`."""
+    lr_decay_share: float = Field(default=0.1, gt=0, le=1)
+    """Last part of the updates after the warm-up in which `wsd` falls."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Where the cosine ends."""
+    """Where the rate ends."""
+    lr_scale: dict[str, float] = Field(default={})
+    """Factors of the learning rate by weight name, with `*`: the first pattern that fits counts, 1
+    where none does. 0 leaves weights as they are."""
+    undecayed: Texts = ()
+    """Weights that `weight_decay` leaves alone, by name with `*`, such as `"*norm.weight"`."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates over which the learning rate grows linearly from 0."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -50,6 +50,6 @@ class Evaluation(Section):
     overflow: Literal["wait", "skip"] = "wait"
     """What a third background evaluation in flight does."""
     deadline: PositiveSeconds = 3600.0
-    """Total limit of one shared evaluation with its retries."""
+    """Total limit of one evaluation, or one try of it in the background, with its retries."""
     sets: dict[SetName, EvaluationSet] = Field(default={})
     """The sets, by name."""

@@ -39,7 +39,8 @@ class Launch(Section):
     backend: Backend = "local"
     """Who starts the processes."""
     cluster: str | None = None
-    """Cluster, as its profile names it (`ai2/jupiter`)."""
+    """As its profile names it (`ai2/jupiter`); the URL of a Ray cluster's job server; a context of
+    the kubeconfig."""
     workspace: str | None = None
     """Workspace of the scheduler; absent: the profile's."""
     budget: str | None = None

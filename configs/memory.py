@@ -1,6 +1,8 @@
-"""What a model's state takes, from its shape: what is certain, not a promise of fit."""
+"""What a model takes in memory, from its shape: state, and the activations of a packed row."""
 
 from __future__ import annotations
+
+from fnmatch import fnmatchcase
 
 from pydantic import BaseModel, ConfigDict
 
@@ -11,10 +13,13 @@ from configs.topology import Topology
 
 BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 _FP32 = 4
+_EMBEDDING = "model.embed_tokens.weight"
+_KEPT_LOGITS = 5 << 30
+"""As ``runtime.trainer.torch.head`` keeps them on a GPU."""
 
 
 class MemoryEstimate(BaseModel):
-    """Bytes of state. Activations, logits, workspaces and fragmentation come on top."""
+    """Bytes of state, and of a step's activations. Workspaces and fragmentation come on top."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,6 +32,8 @@ class MemoryEstimate(BaseModel):
     """Both moments of AdamW, fp32."""
     trainer_bytes_per_rank: int
     """Weights, gradients, master and moments of one rank, and its share of a reference policy."""
+    activation_bytes_per_rank: int
+    """What the passes over one full packed row hold at their peak: activations and logits."""
     staged_bytes_per_node: int
     """Host memory of one staged copy: what a commit writes."""
     engine_weights_bytes_per_gpu: int
@@ -48,10 +55,17 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
     moments = 2 * parameters * _FP32
     on_gpu = topology.trainer_gpus > 0
     optimizer_ranks = topology.trainer_ranks if on_gpu else 1
-    # Gradients as large as the weights; a reference policy is weights alone.
-    copies = 3 if spec.core.uses_reference else 2
-    resident = copies * per_value * _parameters_per_rank(spec, shape, topology)
-    staged = (master or parameters * per_value) + moments
+    trained = _adapter_parameters(spec, shape) or parameters
+    if trained != parameters:
+        master, moments = (trained * _FP32 if master else 0), 2 * trained * _FP32
+    # A reference policy and a teacher are weights alone; the base serves adapters as reference.
+    is_held = spec.core.uses_reference and (trained == parameters or spec.core.reference)
+    has_teacher = spec.teacher is not None and spec.teacher.path is not None
+    frozen = 1 + bool(is_held) + has_teacher
+    # Gradients as large as what trains.
+    per_rank = _parameters_per_rank(spec, shape, topology)
+    resident = per_value * per_rank * (frozen + trained / parameters)
+    staged = (master or trained * per_value) + moments
     nodes = max(1, -(-topology.trainer_gpus // max(1, topology.gpus_per_replica)))
     return MemoryEstimate(
         parameters=parameters,
@@ -59,14 +73,53 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
         master_bytes=master,
         moments_bytes=moments,
         trainer_bytes_per_rank=int(resident + (master + moments) / optimizer_ranks),
+        activation_bytes_per_rank=_activations(spec, shape, per_value),
         staged_bytes_per_node=staged // nodes,
         engine_weights_bytes_per_gpu=parameters * per_value // spec.rollout.tensor,
         kv_bytes_per_token=shape.kv_bytes_per_token(per_value),
         assumptions=[
             "optimizer state spread over all trainer ranks" if on_gpu else "every CPU rank whole",
-            "activations, logits and workspaces are not in it",
+            "the teacher is as large as the student" if has_teacher else "no teacher",
+            "activations of the torch backend, layers compiled; workspaces are not in it",
         ],
     )
+
+
+def _adapter_parameters(spec: RunSpec, shape: ModelShape) -> int:
+    """Parameters of all adapters, and of an embedding beside them; 0 without."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    widths = {
+        "q_proj": shape.hidden + queries,
+        "k_proj": shape.hidden + keys,
+        "v_proj": shape.hidden + keys,
+        "o_proj": queries + shape.hidden,
+        "gate_proj": shape.hidden + shape.mlp,
+        "up_proj": shape.hidden + shape.mlp,
+        "down_proj": shape.mlp + shape.hidden,
+    }
+    width = sum(widths.get(target, 0) for target in spec.lora.targets)
+    of_layers = spec.lora.rank * shape.layers * width
+    has_embedding = any(fnmatchcase(_EMBEDDING, pattern) for pattern in spec.lora.also)
+    return of_layers + (shape.vocab * shape.hidden if has_embedding and spec.lora.rank else 0)
+
+
+def _activations(spec: RunSpec, shape: ModelShape, per_value: int) -> int:
+    """Of one row of `max_tokens_per_gpu` tokens on a GPU, as the torch backend keeps them.
+
+    A layer keeps two norms' inputs and the residual, the joint q, k, v, the rotated q and k, the
+    attention's output, the joint gate and up, and their product. Recomputed layers keep their input
+    alone, and one layer at a time is whole. Logits wait for the backward pass, up to 5 GiB.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = shape.experts_per_token * shape.expert_mlp if shape.is_moe else shape.mlp
+    attention = (queries + 2 * keys) + (queries + keys) + queries
+    layer = 3 * shape.hidden + attention + 3 * mlp
+    kept = layer * shape.layers
+    if spec.core.activation_checkpointing:
+        kept = shape.hidden * shape.layers + layer
+    tokens = spec.core.max_tokens_per_gpu
+    logits = min(tokens * shape.vocab * per_value, _KEPT_LOGITS)
+    return tokens * kept * per_value + logits
 
 
 def _parameters_per_rank(spec: RunSpec, shape: ModelShape, topology: Topology) -> float:
@@ -87,13 +140,14 @@ def memory_warnings(
     if gpu_memory is not None and topology.trainer_gpus > 0:
         shared = estimate.engine_weights_bytes_per_gpu if topology.colocated else 0
         for who, need in (
-            ("trainer", estimate.trainer_bytes_per_rank + shared),
+            (
+                "trainer",
+                estimate.trainer_bytes_per_rank + estimate.activation_bytes_per_rank + shared,
+            ),
             ("engine", estimate.engine_weights_bytes_per_gpu),
         ):
             if need > gpu_memory:
-                warnings.append(
-                    f"memory: the {who}'s state takes {gib(need)} of a GPU's {gib(gpu_memory)}"
-                )
+                warnings.append(f"memory: the {who} takes {gib(need)} of a GPU's {gib(gpu_memory)}")
     host = spec.launch.memory
     # A commit may be staged while the one before it is still being written.
     if host is not None and estimate.staged_bytes_per_node > host:

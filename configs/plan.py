@@ -30,7 +30,7 @@ from configs.topology import Topology, divide
 NOT_CHECKED = [
     "mounts: whether they exist, and what is under them",
     "credentials and named secrets",
-    "memory fit: activations and KV come on top of the estimate",
+    "memory fit: workspaces, fragmentation and KV come on top of the estimate",
     "the runtime installed where the job runs",
     "the job's network",
 ]

@@ -85,14 +85,13 @@ def submit_freed(root: Path) -> list[str]:
 
 def submit_for(root: RunRoot, *, by: str) -> list[str]:
     """Submit what is due of one run; a server that takes nothing is only logged."""
-    log = get_run_logger()
     try:
         rows = submit_due(root, DeploymentJobs(), Rules(by=by), clock=SystemClock())
     except JobsAway as error:
-        log.warning("%s; requests wait in %s", error.message, root.evaluations)
+        get_run_logger().warning("%s; requests wait in %s", error.message, root.evaluations)
         return []
     submitted = [f"{row.receipt.request.policy} {row.receipt.request.set}" for row in _new(rows)]
-    log.info("submitted: %s", ", ".join(submitted) or "nothing")
+    get_run_logger().info("submitted: %s", ", ".join(submitted) or "nothing")
     return submitted
 
 

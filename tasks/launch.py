@@ -1,7 +1,7 @@
 """Image, submission, watching: the steps of bringing a run to a scheduler.
 
 What a registry or scheduler did not answer is asked again (``RetryBy.LAUNCH``): every call behind
-these tasks is idempotent. Anything else is final.
+these tasks is idempotent. Anything else is final. Results are never cached: they hold clients.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prefect import Task, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_run_logger
 
@@ -77,6 +78,7 @@ def load(run_file: Path, sets: list[str]) -> LoadedRun:
 
 @task(
     name="image",
+    cache_policy=NO_CACHE,
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=may_ask_again,
@@ -97,6 +99,7 @@ def settle_image(run: Run, build: str | None, checkout: Path | None = None) -> R
 
 @task(
     name="submit",
+    cache_policy=NO_CACHE,
     task_run_name="submit {run.loaded.spec.name}",
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
@@ -112,6 +115,7 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
 
 @task(
     name="watch",
+    cache_policy=NO_CACHE,
     task_run_name="watch attempt {attempt}",
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,

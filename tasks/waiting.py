@@ -65,6 +65,8 @@ def until_done(
     """
     if (task_run.run_count or 1) > 1:
         _take_up(run, step)
+    # Also where every step stands already, as for a flow that catches up with a fast run.
+    _keep_in_touch(run)
     deadline_s = _deadline_s(run)
     held: str | None = None
     while True:

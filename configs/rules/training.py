@@ -136,14 +136,22 @@ def _kl(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
 
 def _schedule(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     core = spec.core
-    if core.lr_schedule == "cosine" and core.max_updates is None and core.lr_decay_updates is None:
+    has_end = core.max_updates is not None or core.lr_decay_updates is not None
+    if core.lr_schedule != "constant" and not has_end:
         yield refused(
             "core.lr_schedule",
             "core.lr_decay_updates",
             "core.max_updates",
-            because="a cosine needs to know where it ends",
+            because=f"{core.lr_schedule} needs to know where it ends",
             allowed="core.lr_decay_updates or core.max_updates",
         )
+    for pattern, factor in core.lr_scale.items():
+        if factor < 0:
+            yield refused(
+                f"core.lr_scale.{pattern}",
+                because="a negative rate climbs the loss",
+                allowed="0 or more",
+            )
     if core.min_lr > core.lr:
         yield refused("core.min_lr", "core.lr", because="min_lr is above lr")
     if core.max_run_seconds is not None and core.max_run_seconds <= 0:

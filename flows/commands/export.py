@@ -58,11 +58,11 @@ def export(
 def _export(root: RunRoot, update: int, upload: str | None) -> dict[str, object]:
     import anyio
 
+    from runtime.checkpoints.bucket import Bucket
+    from runtime.checkpoints.export_upload import upload_export
     from runtime.checkpoints.from_commit import export_update
-    from runtime.checkpoints.uploading import upload_export
     from runtime.errors import ConfigError
     from runtime.launch.resume import frozen_run
-    from runtime.objects import Bucket
     from runtime.session.preparing import Prepared
 
     spec = frozen_run(root).spec

@@ -161,6 +161,7 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("parameters", f"{memory.parameters:,}, weights {gib(memory.weights_bytes)}"),
         ("trainer", f"{gib(memory.trainer_bytes_per_rank)} a rank"),
+        ("a full row", f"{gib(memory.activation_bytes_per_rank)} of activations a rank"),
         ("staged copy", f"{gib(memory.staged_bytes_per_node)} of host memory a node"),
         ("engine", f"{weights}, {memory.kv_bytes_per_token:,} bytes of KV a token"),
         ("assumed", "; ".join(memory.assumptions)),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from configs.run import RunSpec
 from flows.commands._run_file import AsJson, Sets
 from flows.commands._run_name import USAGE, RunName, find_or_exit
 from runtime.rundir.layout import RunRoot
@@ -40,6 +41,8 @@ def stop(
 ) -> None:
     """Ask a run to commit and stop; `milepost resume` takes it up again.
 
+    A submitted run that writes no end by the deadline is ended by its scheduler.
+
     0: it has ended, or was asked to with --no-wait; 3: it had not ended by the deadline; 4: it
     failed on the way; 6: its owner is gone without a word, or there is no run; 2: wrong usage.
     """
@@ -69,6 +72,10 @@ def stop(
             words = f"{end.activity or end.state} at update {end.update}, ended by {end.ended_by}"
         else:
             code, words = _without_end(place.root)
+    if code != 0 and wait:
+        # The request comes first; the scheduler's own stop only where it brought no end.
+        spec = place.file.spec if place.file is not None else None
+        code, words = _at_scheduler(place.root, spec) or (code, words)
     if as_json:
         typer.echo(json.dumps(answer))
     else:
@@ -82,6 +89,18 @@ _WORDS = {
     "over": "it is not running",
     "nothing": "no attempt was ever started here",
 }
+
+
+def _at_scheduler(root: RunRoot, spec: RunSpec | None) -> tuple[int, str] | None:
+    """Let the scheduler end the newest submitted attempt; None where there is none to end."""
+    from runtime.errors import RunError
+    from runtime.launch.reporting import stop_at_scheduler
+
+    try:
+        stopped = stop_at_scheduler(root, spec)
+    except RunError as error:
+        return UNKNOWN, error.message
+    return None if stopped is None else (0, f"its scheduler was asked to end {stopped}")
 
 
 def _without_end(root: RunRoot) -> tuple[int, str]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from runtime.errors import RunError
+from runtime.evaluation.receipts import Result
+from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import EpochRecord
@@ -158,6 +160,8 @@ class RunFiles:
             for row in self.rows("metrics.jsonl").rows
             if row.get("axis") == axis and (point := _point(row)) is not None
         ]
+        if axis == "evaluation/update":
+            points += self._late_evaluations(points)
         if axis == "errors/elapsed_seconds":
             return sorted(points, key=lambda p: (p.epoch, p.step))
         history = History.of_rows((p.epoch, p.step) for p in points)
@@ -165,6 +169,31 @@ class RunFiles:
             history = history.joined(self.history())
         marked = mark(points, history)
         return sorted(marked, key=lambda p: (p.step, p.epoch))
+
+    def _late_evaluations(self, told: Sequence[Point]) -> list[Point]:
+        """Results that came when no session was there any more to put them on the axis."""
+        known = {(p.step, name.split("/")[1]) for p in told for name in p.values if "/" in name}
+        late: list[Point] = []
+        for path in sorted((self.root / "evaluations").glob("e*.u*/*/tries/*/result.json")):
+            folder = path.parents[2]
+            try:
+                policy = PolicyId.parse(folder.parent.name)
+                result = Result.model_validate_json(path.read_bytes())
+            except (OSError, ValueError):
+                self._note(str(path.relative_to(self.root)), "no readable result")
+                continue
+            if result.state == "succeeded" and (policy.update, folder.name) not in known:
+                values = {f"evaluation/{folder.name}/{k}": v for k, v in result.metrics.items()}
+                late.append(
+                    Point(
+                        step=policy.update,
+                        epoch=policy.epoch,
+                        attempt=0,
+                        time=result.time,
+                        values=values,
+                    )
+                )
+        return late
 
     def _read_history(self) -> History:
         if not (self.root / "chain").is_dir():

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from runtime.caches.archive import BadArchive, Packed
-from runtime.objects import Bucket
+from runtime.checkpoints.bucket import SCHEME, Bucket
 from runtime.rundir import atomic
 
 
@@ -98,22 +98,23 @@ class BucketStore:
 
     def fetch(self, manifest: Manifest, to: Path) -> None:
         """See CacheStore."""
-        self._bucket.download(manifest.archive, to)
+        if not self._bucket.fetch(manifest.archive, to):
+            raise BadArchive(f"{manifest.archive} is gone, its manifest is not")
 
     def publish(self, name: str, packed: Packed, manifest: Manifest) -> bool:
         """See CacheStore."""
-        self._bucket.upload(packed.path, manifest.archive)
+        self._bucket.send(manifest.archive, packed.path, sha256=packed.sha256)
         if self._bucket.create(f"{name}.json", _bytes(manifest)):
             return True
         standing = self.find(name)
         if standing is None or standing.archive != manifest.archive:
-            self._bucket.delete(manifest.archive)
+            self._bucket.delete([manifest.archive])
         return False
 
 
 def open_store(place: Path | str) -> CacheStore:
     """The store at a folder, or at ``s3://bucket/prefix``."""
-    if isinstance(place, str) and place.startswith("s3://"):
+    if isinstance(place, str) and place.startswith(SCHEME):
         return BucketStore(Bucket.of(place))
     return FolderStore(Path(place))
 

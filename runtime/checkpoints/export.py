@@ -229,7 +229,7 @@ async def _export(
                 source=kind,
                 num_tensors=written.num_tensors,
                 num_bytes=written.num_bytes,
-                checksums=written.checksums,
+                checksums=dict(written.checksums),
             )
             receipt = await anyio.to_thread.run_sync(
                 _finish, staging, to, written, model, lambda files: describe(files=files)

@@ -33,11 +33,14 @@ _POLL_S = 0.05
 _IDLE_S = 300.0
 """A run in which nothing moved for so long is hung, however busy the machine is."""
 _PATIENCE_S = 20.0
+_SOON_S = 8.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
 _CARD = "kill at a point"
-_AGAIN = 0.75
+_AGAIN = 0.85
 """Share of blows that are followed by another before the run has recovered."""
-_VOLLEY = 6
+_VOLLEY = 8
+_ON_THE_WAY = 0.6
+"""Share of the points in a volley that lie on the way of a start."""
 _WITHIN_S = 10.0
 """A following blow comes within this, so also while the next epoch is starting."""
 _LEAVING_S = 20.0
@@ -66,7 +69,8 @@ class Outcome:
 
     seed: int
     taken: list[Taken] = field(default_factory=list[Taken])
-    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    verdicts: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
+    """By run; 0 is the undisturbed one."""
     updates_redone: int = 0
     unreached: int = 0
     """Armed points that no process came by in time."""
@@ -76,7 +80,7 @@ class Outcome:
         """What did not hold, run by run."""
         return [
             f"run {n}: {problem}"
-            for n, verdict in enumerate(self.verdicts, 1)
+            for n, verdict in self.verdicts.items()
             for problem in verdict.problems
         ]
 
@@ -99,7 +103,7 @@ class Campaign:
         seed: int,
         say: Callable[[str], None],
         updates: int = 60,
-        blows_per_run: int = 20,
+        blows_per_run: int = 25,
         names: Sequence[str] = tuple(WEIGHTS),
     ) -> None:
         self._folder = folder
@@ -117,8 +121,10 @@ class Campaign:
     def run(self, kills: int, *, within_s: float = math.inf) -> Outcome:
         """Deal ``kills`` blows, or as many as fall in a time; every run is brought to its end.
 
+        A run that hangs is ended by force, kept, and counts as one that broke its promise.
+
         Raises:
-            WaitTimeout: if a run hangs.
+            WaitTimeout: if the undisturbed run hangs.
         """
         self._measure = self._undisturbed()
         cards = deck(self._dice, kills, self._names)
@@ -127,7 +133,15 @@ class Campaign:
         while cards and time.monotonic() < self._until:
             number += 1
             variant: Variant = "deterministic" if number % 2 else "ahead"
-            cards = self._one_run(number, variant, cards)
+            try:
+                verdict = self._one_run(number, variant, cards)
+            except WaitTimeout as error:
+                verdict = Verdict(lost=0, doubled=0, orphans=0, problems=(error.message,))
+            self._outcome.verdicts[number] = verdict
+            held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
+            self._say(f"run {number} ({variant}) ended: {held}")
+            if not verdict.problems:
+                shutil.rmtree(self._folder / str(number), ignore_errors=True)
         return self._outcome
 
     def _undisturbed(self) -> Measure:
@@ -138,15 +152,14 @@ class Campaign:
             run.until(run.observer.is_complete, "the undisturbed run to end")
             verdict = examine(job, measure=None, ports=run.ports, shared_before=before)
             measure = Measure.of(run.observer.records)
-        if verdict.problems:
-            self._outcome.verdicts.append(verdict)
+        self._outcome.verdicts[0] = verdict
         self._say(f"undisturbed: {len(measure.states)} states to compare with")
         return measure
 
-    def _one_run(self, number: int, variant: Variant, cards: list[str]) -> list[str]:
+    def _one_run(self, number: int, variant: Variant, left: list[str]) -> Verdict:
+        """One run from start to end; takes the cards of the blows it was dealt."""
         job = make_job(self._folder / str(number), self._made, variant, updates=self._updates)
         before = shared_folders()
-        left = list(cards)
         with DrilledRun(job) as run:
             # Some points lie only at the beginning, some only at the end of a run.
             self._told(run, number, self._on_the_way(run, FIRST, left))
@@ -170,12 +183,7 @@ class Campaign:
             )
             records = Chain(job.root).read()
             self._outcome.updates_redone += redone(records, run.reached)
-        self._outcome.verdicts.append(verdict)
-        held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
-        self._say(f"run {number} ({variant}) ended: {held}")
-        if not verdict.problems:
-            shutil.rmtree(job.file.parent, ignore_errors=True)
-        return left
+        return verdict
 
     def _on_the_way(
         self, run: DrilledRun, points: Sequence[str], left: list[str]
@@ -199,8 +207,10 @@ class Campaign:
         while left and not run.observer.is_complete():
             blow = draw(self._dice, left[0])
             is_soon = bool(volley)
+            if is_soon and blow.name == _CARD and self._dice.random() < _ON_THE_WAY:
+                blow = at_point(_CARD, self._dice.choice(FIRST))
             run.wait(self._dice.uniform(0.0, _WITHIN_S) if is_soon else blow.wait_s)
-            fired_at = run.strike(blow)
+            fired_at = run.strike(blow, patience_s=_SOON_S if is_soon else _PATIENCE_S)
             if fired_at is None:
                 self._outcome.unreached += 1
                 continue

@@ -14,12 +14,12 @@ def as_object(outcome: Outcome) -> dict[str, Any]:
     return {
         "kills": len(outcome.taken),
         "fired": len(outcome.taken),
-        "lost": sum(v.lost for v in outcome.verdicts),
-        "doubled": sum(v.doubled for v in outcome.verdicts),
-        "orphans": sum(v.orphans for v in outcome.verdicts),
+        "lost": sum(v.lost for v in outcome.verdicts.values()),
+        "doubled": sum(v.doubled for v in outcome.verdicts.values()),
+        "orphans": sum(v.orphans for v in outcome.verdicts.values()),
         "updates_redone": outcome.updates_redone,
         "seed": outcome.seed,
-        "runs": len(outcome.verdicts),
+        "runs": len(outcome.verdicts) - 1,
         "unreached": outcome.unreached,
         "problems": outcome.problems,
         "faults": _rows(outcome),
@@ -46,7 +46,7 @@ def _rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 def _row(name: str, taken: Sequence[Taken], outcome: Outcome) -> dict[str, Any]:
     runs = {t.run for t in taken}
-    verdicts = [v for n, v in enumerate(outcome.verdicts, 1) if n in runs]
+    verdicts = [v for n, v in outcome.verdicts.items() if n in runs]
     return {
         "fault": name,
         "fired": len(taken),

@@ -84,16 +84,18 @@ def aborted_early(status: int, body: object, request: GenerateRequest) -> list[G
     """
     if status not in (400, 499) or message_of(body) != f"Request {request.rid} was aborted":
         return None
-    nothing = Generation(
+    return [_nothing("Aborted")] * request.n
+
+
+def _nothing(message: str | None) -> Generation:
+    return Generation(
         token_ids=(),
         logprobs=(),
         spans=(),
         prefill=PolicyId(0, 0),  # of nobody: nothing was read
         finish="abort",
-        abort_message="Aborted",
-        prompt_tokens=len(request.input_ids),
+        abort_message=message,
     )
-    return [nothing] * request.n
 
 
 def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Generation:
@@ -103,6 +105,8 @@ def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Genera
     if failure is not None:
         raise failure
     tokens = tuple(cast(list[int], sample["output_ids"]))
+    if finish["type"] == "abort" and not tokens:
+        return _nothing(finish.get("message"))  # a waiting request tells little else
     triples: list[list[Any]] = meta.get("output_token_logprobs") or []
     if len(triples) != len(tokens) or any(t[1] != k for t, k in zip(triples, tokens, strict=True)):
         raise ContractViolation(

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from configs.run import RunSpec
-from runtime.errors import RunError
+from runtime.errors import ConfigError, RunError
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.sending import backend_of
 from runtime.launch.standing import AttemptStanding, with_end
@@ -97,6 +97,25 @@ def report(root: RunRoot, spec: RunSpec | None = None) -> SchedulerReport | None
         return SchedulerReport(receipt=receipt, standing=None, problem=problem)
     end = end_of(_records(root), receipt.attempt)
     return SchedulerReport(receipt=receipt, standing=with_end(standing, end))
+
+
+def stop_at_scheduler(root: RunRoot, spec: RunSpec | None = None) -> str | None:
+    """Ask the scheduler to end the newest submitted attempt. Idempotent.
+
+    Returns:
+        The job's name; None where nothing was submitted from here, or it is over.
+
+    Raises:
+        RunError: if the scheduler cannot be asked.
+    """
+    found = report(root, spec)
+    if found is None or (found.standing is not None and found.standing.kind.is_over):
+        return None
+    try:
+        backend_of(spec or _frozen(root.path)).stop(found.receipt)
+    except (OSError, ValidationError) as error:
+        raise ConfigError(found.problem) from error
+    return found.receipt.key
 
 
 def _records(root: RunRoot) -> tuple[Record, ...]:

@@ -13,7 +13,7 @@ import anyio
 import structlog
 
 from runtime.engines.protocol import TensorSpec, WeightHash
-from runtime.errors import PublicationFailed, RunError, WaitTimeout
+from runtime.errors import EngineRefused, PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.collective_step import Blame, CollectiveStep, Reason, reason_of
 from runtime.publication.diagnostics import Diagnostics
@@ -196,7 +196,9 @@ class BroadcastTransport:
             await self._all(members, blame, self._sessions.end)
         if blame.is_clean:
             return None
-        await self._leave()
+        # Inside NCCL whoever waits for a dead peer waits for ever, whatever it answered before.
+        for slot, reason in (await self._leave()).items():
+            blame.gone.setdefault(slot, reason)
         culprits = blame.gone or (blame.refused if is_new else {})
         if is_new and not culprits:
             raise PublicationFailed(str(blame.trainer))
@@ -285,25 +287,29 @@ class BroadcastTransport:
             for target in members:
                 tasks.start_soon(one, target)
 
-    async def _leave(self) -> None:
-        """Destroy the group on all sides, as far as they answer."""
+    async def _leave(self) -> dict[int, Reason]:
+        """Destroy the group on all sides; by slot, who did not answer."""
         group, self._group = self._group, None
+        lost: dict[int, Reason] = {}
         if group is None:
-            return
+            return lost
         await self._source.abort()
 
         async def destroy(target: Target) -> None:
             try:
                 async with Wait(f"engine {target.slot} to leave {group.name}", self._grace_s):
                     await target.client.destroy_update_group(group.name)
-            except RunError as exc:
-                # A dead engine has left already; a live one forgets the group with its next one.
+            except EngineRefused as exc:
+                # It answers, and forgets the group with its next one.
                 _log.debug("publication.group_left_behind", slot=target.slot, error=str(exc))
+            except RunError as exc:
+                lost[target.slot] = reason_of(exc)
 
         async with anyio.create_task_group() as tasks:
             for target in self._clients.values():
                 tasks.start_soon(destroy, target)
         self._clients = {}
+        return lost
 
 
 def _outcome(slot: int, reason: Reason | None, elapsed_s: float) -> TransferOutcome:

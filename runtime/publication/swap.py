@@ -9,8 +9,8 @@ from typing import Literal
 
 from runtime import faults
 from runtime.clock import Clock
-from runtime.engines.protocol import EngineInfo
-from runtime.errors import EngineError, PublicationFailed, RunError
+from runtime.engines.protocol import EngineInfo, WeightHash
+from runtime.errors import EngineError, PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
 from runtime.publication.limits import PublicationLimits
@@ -87,7 +87,9 @@ class Swap:
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                kinds = frozenset(p.info.hash for p in self._roll.sound if p.info is not None)
+                kinds = frozenset[WeightHash](
+                    p.info.hash for p in self._roll.sound if p.info is not None
+                )
                 self.snapshot = await self._parts.transport.prepare(self.policy, kinds)
             check_snapshot(self.snapshot)
 
@@ -225,13 +227,28 @@ class Swap:
             await self._roll.each("set_policy", self._limits.set_policy_s, one)
             self.need_one()
 
-    async def kill_failed(self) -> None:
+    async def kill_hung(self) -> None:
+        """End engines that let a whole limit pass: no retry finds them better.
+
+        Raises:
+            PublicationFailed: if one could not be ended.
+        """
+        await self.kill_failed(only=WaitTimeout.__name__)
+
+    async def kill_failed(self, *, only: str | None = None) -> None:
         """End every engine that is out and not yet gone.
+
+        Args:
+            only: class name of the error that took it out; None: whatever it was.
 
         Raises:
             PublicationFailed: if one could not be ended; nothing may resume beside it.
         """
-        doomed = [p for p in self._roll.failed if p.failure is not None and not p.failure.killed]
+        doomed = [
+            p
+            for p in self._roll.failed
+            if p.failure is not None and not p.failure.killed and only in (None, p.failure.kind)
+        ]
         if not doomed:
             return
 

@@ -9,6 +9,7 @@ nobody knows what a half-loaded engine holds. One verified engine decides for th
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -287,6 +288,9 @@ class Publisher:
         try:
             await stages
         except Exception as exc:
+            if kind == "publication":
+                with suppress(PublicationFailed):  # what could not be ended is the monitor's now
+                    await swap.kill_hung()
             self._record(
                 swap.decision(kind=kind, outcome="failed", previous=previous, reason=str(exc))
             )

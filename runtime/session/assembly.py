@@ -113,14 +113,14 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
             facts = await _load_and_start(ground, prepared, engines, trainer)
             async with _session(ground, prepared, engines, trainer, facts, nodes) as session:
                 yield session
-        except Exception:
-            # What broke first may only be the first sign of a lost node.
-            await nodes.settle()
-            raise
         finally:
             with anyio.CancelScope(shield=True):
                 await trainer.shutdown()
                 await engines.monitor.stop()
+    except Exception:
+        # What broke first may only be the first sign of a lost node.
+        await own_ray.nodes.settle()
+        raise
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(own_ray.stop)

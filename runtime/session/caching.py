@@ -48,8 +48,11 @@ class SessionCaches:
 
     @classmethod
     def of(cls, context: Context, recorder: Recorder, root: Path) -> SessionCaches | None:
-        """The caches of a session; None where its run file keeps none."""
-        if context.spec.output.compiler_cache is None:
+        """The caches of a session; None where its run file keeps none.
+
+        None also where Ray is not the session's own: its processes have their environment already.
+        """
+        if context.spec.output.compiler_cache is None or context.order.ray == "job":
             return None
         return cls(context=context, recorder=recorder, root=root)
 

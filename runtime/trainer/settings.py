@@ -7,6 +7,7 @@ these.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from configs.core import Core
@@ -106,6 +107,12 @@ class LoraSettings:
     alpha: float = 32.0
     dropout: float = 0.0
     targets: tuple[str, ...] = Lora().targets
+    also: tuple[str, ...] = ()
+    """Patterns of names of weights that train whole beside them."""
+
+    def trains_whole(self, name: str) -> bool:
+        """The weight of this name is one of those."""
+        return any(fnmatchcase(name, pattern) for pattern in self.also)
 
     @property
     def scale(self) -> float:
@@ -118,9 +125,15 @@ class OptimizerSettings:
     """AdamW and the course of its learning rate."""
 
     lr: float = 1e-6
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     lr_decay_updates: int | None = None
-    """Update at which the cosine arrives at ``min_lr``; None only with "constant"."""
+    """Update at which the rate arrives at ``min_lr``; None only with "constant"."""
+    lr_decay_share: float = 0.1
+    """Last part of the way to there in which "wsd" falls."""
+    lr_scale: tuple[tuple[str, float], ...] = ()
+    """Factors of the rate by pattern of the weight's name; the first that fits counts."""
+    undecayed: tuple[str, ...] = ()
+    """Patterns of names without weight decay."""
     min_lr: float = 0.0
     warmup_updates: int = 0
     weight_decay: float = 0.0
@@ -128,6 +141,12 @@ class OptimizerSettings:
     beta2: float = 0.999
     adam_eps: float = 1e-8
     max_grad_norm: float = 1.0
+
+    def group_of(self, name: str) -> tuple[float, float]:
+        """(factor of the learning rate, weight decay) of the weight ``name``."""
+        scale = next((f for pattern, f in self.lr_scale if fnmatchcase(name, pattern)), 1.0)
+        is_undecayed = any(fnmatchcase(name, pattern) for pattern in self.undecayed)
+        return scale, 0.0 if is_undecayed else self.weight_decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +240,11 @@ def from_spec(
 
 def _lora(lora: Lora) -> LoraSettings:
     return LoraSettings(
-        rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        targets=lora.targets,
+        also=lora.also,
     )
 
 
@@ -253,12 +276,15 @@ def _loss(core: Core, rollout: Rollout, teacher: Teacher | None) -> LossSettings
 
 def _optimizer(core: Core) -> OptimizerSettings:
     decay = core.lr_decay_updates or core.max_updates
-    if core.lr_schedule == "cosine" and decay is None:
-        raise ValueError("a cosine schedule needs lr_decay_updates or max_updates")
+    if core.lr_schedule != "constant" and decay is None:
+        raise ValueError(f"{core.lr_schedule} needs lr_decay_updates or max_updates")
     return OptimizerSettings(
         lr=core.lr,
         lr_schedule=core.lr_schedule,
         lr_decay_updates=decay,
+        lr_decay_share=core.lr_decay_share,
+        lr_scale=tuple(core.lr_scale.items()),
+        undecayed=core.undecayed,
         min_lr=core.min_lr,
         warmup_updates=core.warmup_updates,
         weight_decay=core.weight_decay,

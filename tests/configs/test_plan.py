@@ -230,6 +230,24 @@ def test_a_qwen3_shape_is_counted_right(load: Load, tmp_path: Path) -> None:
     assert plan.memory.moments_bytes == 8 * 596_049_920
     assert plan.memory.trainer_bytes_per_rank == (4 + 12) * 596_049_920 // 4
     assert plan.memory.kv_bytes_per_token == 2 * 28 * 8 * 128 * 2
+    assert plan.memory.activation_bytes_per_rank < 8 << 30, "layers are recomputed by default"
+
+
+def test_the_estimate_is_the_peak_that_was_measured(load: Load, tmp_path: Path) -> None:
+    """31.8 GiB on one H200 (docs/performance.md): 16384 tokens, layers compiled, one rank."""
+    config = {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    settings = ("launch.gpus_per_replica = 2", "rollout.engines = 1", "model.dtype = 'bfloat16'")
+    whole = ("core.activation_checkpointing = false", "core.max_tokens_per_gpu = 16384")
+    memory = make_plan(load("model = { path = 'm' }", *settings, *whole)).memory
+    assert memory is not None
+    estimate = (memory.trainer_bytes_per_rank + memory.activation_bytes_per_rank) / 2**30
+    assert estimate == pytest.approx(31.8, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "x"}', '{"vocab_size": 3}'])

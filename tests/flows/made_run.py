@@ -91,7 +91,7 @@ class MadeRun:
             run=self.loaded.spec.name,
             training_digest=plan.training_digest,
             lease_s=30.0,
-            expected=expected_counts(self.loaded, plan),
+            expected=expected_counts(self.loaded.spec, plan),
         )
         atomic.write_bytes(at.attempt, asked.encode())
         for path in (at.run, self.root.run):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.trainer.settings import OptimizerSettings
 from runtime.trainer.torch.long import LongWeights
@@ -46,12 +47,17 @@ class ListAdamW:
 
     def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
         self._weights = weights
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, master in zip(weights.names, weights.masters, strict=True):
+            groups.setdefault(settings.group_of(name), []).append(master)
         self._adam = torch.optim.AdamW(
-            weights.masters,
+            [
+                {"params": masters, "weight_decay": decay, "lr_scale": scale}
+                for (scale, decay), masters in groups.items()
+            ],
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
             fused=True,
         )
         for master in weights.masters:
@@ -67,7 +73,8 @@ class ListAdamW:
         if grad_factor != 1.0:
             for gradient in self._weights.collect_gradients():
                 gradient.mul_(grad_factor)
-        self._adam.param_groups[0]["lr"] = lr
+        for group in self._adam.param_groups:
+            group["lr"] = lr * group["lr_scale"]
         self._adam.step()
         self._weights.masters_changed()
 
@@ -94,9 +101,19 @@ class ListAdamW:
 class LongAdamW:
     """Clip, step, rounding and the measure of the change in one pass over memory."""
 
-    def __init__(self, long: LongWeights, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, long: LongWeights, settings: OptimizerSettings, *, names: Sequence[str]
+    ) -> None:
+        """Make the moments.
+
+        Args:
+            long: the weights.
+            settings: of the optimizer.
+            names: of the weights, in their order; neighbours of one group are one call.
+        """
         self._long = long
         self._settings = settings
+        self._parts = long.runs([settings.group_of(name) for name in names])
         self._exp_avg_N = torch.zeros_like(long.master_N)
         self._exp_avg_sq_N = torch.zeros_like(long.master_N)
         self._squared_change: Tensor | None = None
@@ -118,20 +135,26 @@ class LongAdamW:
             from runtime.trainer.torch import kernels
 
             step = kernels.adamw_
-        self._squared_change = step(
-            self._long.param_N,
-            self._long.master_N,
-            self._exp_avg_N,
-            self._exp_avg_sq_N,
-            grad_N,
-            norm,
-            max_norm=max_norm,
-            decay=1.0 - lr * self._settings.weight_decay,
-            step_size=lr / (1.0 - beta1**self.num_steps),
-            root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
-            betas=(beta1, beta2),
-            eps=self._settings.adam_eps,
-        )
+        long = self._long
+        changes: list[Tensor] = []
+        for part, (scale, weight_decay) in self._parts:
+            rate = lr * scale
+            change = step(
+                long.param_N[part],
+                long.master_N[part],
+                self._exp_avg_N[part],
+                self._exp_avg_sq_N[part],
+                grad_N[part],
+                norm,
+                max_norm=max_norm,
+                decay=1.0 - rate * weight_decay,
+                step_size=rate / (1.0 - beta1**self.num_steps),
+                root_correction=1.0 / math.sqrt(1.0 - beta2**self.num_steps),
+                betas=(beta1, beta2),
+                eps=self._settings.adam_eps,
+            )
+            changes.append(change)
+        self._squared_change = changes[0] if len(changes) == 1 else torch.cat(changes)
 
     def moments(self) -> list[tuple[Tensor, Tensor]]:
         """See AdamW."""

@@ -8,12 +8,14 @@ tensor and purpose (clip, step, round, measure the change) moves three times as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 # Legend: N elements of all weights, each weight's first one aligned.
+
+T = TypeVar("T")
 
 _ALIGNMENT = 64
 """Elements; matrix products want rows that start at 16 bytes or more."""
@@ -67,6 +69,22 @@ class LongWeights:
             long_N[place].view(param.shape)
             for place, param in zip(self._places, self._params, strict=True)
         ]
+
+    def runs(self, kinds: Sequence[T]) -> list[tuple[slice, T]]:
+        """Neighbouring weights of one kind as one part of the long tensors, gaps between included.
+
+        Args:
+            kinds: of each weight, in their order.
+        """
+        found: list[tuple[slice, T]] = []
+        for at, kind in enumerate(kinds):
+            start = self._places[at].start
+            more = at + 1 < len(kinds)
+            end = self._places[at + 1].start if more else self.master_N.numel()
+            if found and found[-1][1] == kind:
+                start = found.pop()[0].start
+            found.append((slice(start, end), kind))
+        return found
 
     def expect(self, *, num_rows: int) -> None:
         """Say how many backward passes add up: one alone is as exact in the passes' own dtype.

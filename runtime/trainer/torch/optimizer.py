@@ -20,7 +20,10 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
     """Rate of the update ``update`` (1 is the first).
 
     Grows linearly over ``warmup_updates`` and reaches ``lr`` at the last of them; then constant, or
-    half a cosine from ``lr`` down to ``min_lr`` at ``lr_decay_updates`` and flat from there.
+    down to ``min_lr`` at ``lr_decay_updates`` and flat from there: by half a cosine, linearly, or
+    linearly in the last ``lr_decay_share`` of the way ("wsd": warm up, stay, decay).
+
+    Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (MiniCPM, WSD).
     """
     if update <= settings.warmup_updates:
         return settings.lr * update / settings.warmup_updates
@@ -28,7 +31,13 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
         return settings.lr
     length = max(settings.lr_decay_updates - settings.warmup_updates, 1)
     done = min((update - settings.warmup_updates) / length, 1.0)
-    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done))
+    if settings.lr_schedule == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * done))
+    elif settings.lr_schedule == "linear":
+        left = 1.0 - done
+    else:
+        left = min((1.0 - done) / settings.lr_decay_share, 1.0)
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
 class Optimizer:
@@ -40,7 +49,7 @@ class Optimizer:
         self._adam: AdamW = (
             ListAdamW(weights, settings)
             if weights.long is None
-            else LongAdamW(weights.long, settings)
+            else LongAdamW(weights.long, settings, names=weights.names)
         )
 
     def grad_norm(self) -> float:

@@ -40,6 +40,7 @@ _PATIENCE_S = 0.002
 @dataclass(slots=True)
 class _Copy:
     buffers: dict[str, Tensor]
+    """Host tensors by name; those that are parts of one on the device are parts of one here."""
     record: RankRecord | None = None
     is_whole: Future[torch.cuda.Event | None] = field(
         default_factory=Future[torch.cuda.Event | None]
@@ -76,7 +77,10 @@ class Staging:
         copy.record, copy.is_whole = record, Future()
         size = sum(tensor.nbytes for tensor in tensors.values())
         begin = self._begin(copy, tensors)
-        if size <= self._at_once_bytes:
+        # With its memory there a GPU's copy is only ordered, and by this thread: two that call into
+        # Python at once hold one another up for longer than the copies take.
+        is_ordered = bool(copy.buffers) and any(t.is_cuda for t in tensors.values())
+        if is_ordered or size <= self._at_once_bytes:
             begin()
         else:
             threading.Thread(target=begin, name="staging", daemon=True).start()
@@ -167,14 +171,58 @@ class Staging:
 
 
 def _copy(buffers: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        buffer = buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            buffers[name] = buffer
-        buffer.copy_(tensor, non_blocking=True)
+    """Copy by name into ``buffers``; tensors that fill one memory together are one copy."""
     for name in buffers.keys() - tensors.keys():
         del buffers[name]
+    for names in _by_memory(tensors):
+        parts = {name: tensors[name] for name in names}
+        if any(not _fits(buffers.get(name), tensor) for name, tensor in parts.items()):
+            buffers.update(_host_like(parts))
+        first = names[0]
+        if len(names) == 1:
+            buffers[first].copy_(tensors[first], non_blocking=True)
+        else:
+            _whole(buffers[first]).copy_(_whole(tensors[first]), non_blocking=True)
+
+
+def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names in groups: those that share a memory and fill nine tenths of it, others alone."""
+    sharing: dict[tuple[int, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.untyped_storage().data_ptr(), tensor.dtype)
+        sharing.setdefault(key, []).append(name)
+    groups: list[list[str]] = []
+    for names in sharing.values():
+        filled = sum(tensors[name].nbytes for name in names)
+        if 10 * filled >= 9 * tensors[names[0]].untyped_storage().nbytes():
+            groups.append(names)
+        else:
+            groups += [[name] for name in names]
+    return groups
+
+
+def _fits(buffer: Tensor | None, tensor: Tensor) -> bool:
+    return buffer is not None and (buffer.shape, buffer.dtype) == (tensor.shape, tensor.dtype)
+
+
+def _host_like(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Host tensors as these, laid out alike; of several, in one piece."""
+    some = next(iter(parts.values()))
+    if len(parts) == 1:
+        made = torch.empty(some.shape, dtype=some.dtype, pin_memory=some.is_cuda)
+        return dict.fromkeys(parts, made)
+    size = some.untyped_storage().nbytes() // some.itemsize
+    whole = torch.empty(size, dtype=some.dtype, pin_memory=some.is_cuda)
+    return {
+        name: whole.as_strided(part.shape, part.stride(), part.storage_offset())
+        for name, part in parts.items()
+    }
+
+
+def _whole(part: Tensor) -> Tensor:
+    """All elements of the memory a tensor lies in."""
+    size = part.untyped_storage().nbytes() // part.itemsize
+    return part.as_strided((size,), (1,), 0)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -111,3 +111,26 @@ def test_values_that_were_not_measured_are_absent_and_not_zero(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (point,) = RunFiles(tmp_path).points("train/update")
     assert point.values == {"train/lr": 0.1}
+
+
+def result(root: Path, policy: str, **fields: object) -> None:
+    folder = root / "evaluations" / policy / "held" / "tries" / "0"
+    folder.mkdir(parents=True)
+    made = {"time": 9.0, "state": "succeeded", "metrics": {"mean": 0.75}, **fields}
+    (folder / "result.json").write_text(json.dumps(made))
+
+
+def test_a_result_that_came_after_the_session_is_on_the_axis_once(tmp_path: Path) -> None:
+    row = {
+        "schema_version": 1, "attempt": 1, "epoch": 1, "time": 1.0, "axis": "evaluation/update",
+        "step": 20, "values": {"evaluation/held/mean": 0.5},
+    }  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    result(tmp_path, "e1.u20")
+    result(tmp_path, "e1.u40")
+    result(tmp_path, "e1.u60", state="skipped", reason="crashed", metrics={})
+    result(tmp_path, "e1.u80", time="half")
+    files = RunFiles(tmp_path)
+    points = files.points("evaluation/update")
+    assert [(p.step, p.values["evaluation/held/mean"]) for p in points] == [(20, 0.5), (40, 0.75)]
+    assert any("e1.u80" in note.file for note in files.notes)

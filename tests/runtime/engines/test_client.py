@@ -22,7 +22,7 @@ from runtime.engines.keepalive import (
     check_keepalive_order,
 )
 from runtime.engines.protocol import EngineClient, GenerateRequest, SamplingSettings
-from runtime.engines.wire import aborted_early
+from runtime.engines.wire import aborted_early, generations
 from runtime.errors import (
     ConfigError,
     ContractViolation,
@@ -406,3 +406,10 @@ def test_an_abort_before_the_decoder_is_an_empty_partial_and_no_failure(status):
     other = {"error": {"message": "Request e1-0:4-1-2 was aborted"}}
     assert aborted_early(status, other, request) is None
     assert aborted_early(200, body, request) is None
+
+
+def test_a_request_aborted_while_it_waited_needs_no_other_fields():
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    answer = {"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": finish}}
+    (got,) = generations(answer, n=1)
+    assert (got.finish, got.token_ids, got.abort_message) == ("abort", (), finish["message"])

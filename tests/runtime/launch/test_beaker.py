@@ -146,6 +146,19 @@ def test_stopping_cancels_the_experiment(beaker: FakeBeaker, loaded: LoadedRun) 
     assert beaker.canceled == ["ex1"]
 
 
+def test_the_stop_command_ends_what_cannot_be_reached(
+    beaker: FakeBeaker, loaded: LoadedRun
+) -> None:
+    submit_run(loaded, sender())
+    fill(beaker, [job(RUNNING, rank=rank, size=3) for rank in range(3)])
+    command = ["stop", str(PRESETS / "three-node.toml")]
+    asked = typer.testing.CliRunner().invoke(build_app(["stop"]), command)
+    assert (asked.exit_code, beaker.canceled) == (0, ["ex1"])
+    fill(beaker, [job(CANCELED, rank=rank, size=3, code=4) for rank in range(3)])
+    again = typer.testing.CliRunner().invoke(build_app(["stop"]), command)
+    assert (again.exit_code, beaker.canceled) == (6, ["ex1"])
+
+
 def fill(beaker: FakeBeaker, jobs: list[Any]) -> None:
     (workload,) = list(beaker.experiments.values())[-1:]
     beaker.jobs[:] = []

@@ -167,6 +167,36 @@ def test_an_engine_that_does_not_join_the_group_is_left_behind(folder, tmp_path)
     anyio.run(main)
 
 
+def test_an_engine_stuck_in_the_collective_of_a_dead_peer_is_ended_too(folder, tmp_path):
+    """As with NCCL: it has answered its bucket, and then answers nothing any more."""
+
+    async def main():
+        house = Home("broadcast", folder, tmp_path)
+        house.transport._grace_s = 0.3
+        faults = Faults()
+        async with engines(folder, 3) as targets:
+            wrapped = [_wrapped(t, faults) for t in targets]
+            await house.publish(P1, wrapped)
+            faults.plan[1, "update_from_distributed"] = "lose"
+            faults.plan[2, "destroy_update_group"] = "hang"
+            decision = await house.publish(P2, wrapped)
+            assert [v.slot for v in decision.verified] == [0]
+            assert house.killed == [1, 2]
+            assert await targets[0].client.checksums() == house.weights()
+            # Nobody left: who hangs is ended all the same, and a retry meets it no more.
+            house.killed.clear()
+            faults.plan = {
+                (0, "update_from_distributed"): "refuse",
+                (0, "destroy_update_group"): "hang",
+            }
+            with pytest.raises(PublicationFailed):
+                await house.publish(P3, wrapped[:1])
+            assert house.killed == [0]
+            await house.publisher.close()
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("kind", ["disk", "broadcast", "ipc"])
 def test_when_all_engines_fail_the_retry_publishes(kind, folder, tmp_path):
     async def main():

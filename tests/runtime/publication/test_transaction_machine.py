@@ -219,7 +219,7 @@ def test_the_machine_would_see_a_publisher_that_resumes_what_it_did_not_verify(m
     """The model is worth something only if it can disagree."""
     from runtime.publication import swap
 
-    monkeypatch.setattr(swap, "check_held", lambda snapshot, held: None)
+    monkeypatch.setattr(swap, "check_held", lambda *_: None)
     machine = PublicationMachine()
     machine.faults.plan[0, "update_from_disk"] = "torn"
     machine.faults.plan[1, "update_from_disk"] = "refuse"

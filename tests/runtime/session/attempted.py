@@ -5,7 +5,7 @@ from pathlib import Path
 from configs.load import load_run
 from configs.plan import make_plan
 from runtime.clock import Clock
-from runtime.launch.start import expected_counts
+from runtime.launch.freezing import expected_counts
 from runtime.rundir import atomic
 from runtime.rundir.attempt import AttemptFile, GuardFile
 from runtime.rundir.chain import Chain
@@ -57,7 +57,7 @@ def context_of(folder: Path, *sets: str, clock: Clock | None = None) -> Context:
         run=loaded.spec.name,
         training_digest=plan.training_digest,
         lease_s=30.0,
-        expected=expected_counts(loaded, plan),
+        expected=expected_counts(loaded.spec, plan),
     )
     atomic.write_bytes(attempt.run, loaded.spec.model_dump_json().encode())
     atomic.write_bytes(attempt.plan, plan.model_dump_json().encode())

@@ -3,9 +3,17 @@ from dataclasses import fields
 import pytest
 
 from configs.core import Core
+from configs.lora import Lora
 from configs.loss import LOSSES
 from configs.rollout import Rollout
-from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings, from_spec
+from configs.teacher import Teacher
+from runtime.trainer.settings import (
+    LoraSettings,
+    LossSettings,
+    OptimizerSettings,
+    TrainerSettings,
+    from_spec,
+)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -35,6 +43,9 @@ def test_every_field_of_the_run_file_arrives() -> None:
             "tis_mode": "mask",
             "lr": 2e-5,
             "lr_schedule": "cosine",
+            "lr_decay_share": 0.2,
+            "lr_scale": {"*embed*": 0.5},
+            "undecayed": ["*norm*"],
             "max_updates": 77,
             "min_lr": 1e-7,
             "warmup_updates": 4,
@@ -53,9 +64,14 @@ def test_every_field_of_the_run_file_arrives() -> None:
         }
     )
     rollout = Rollout(temperature=0.9, max_response_tokens=33)
-    settings = from_spec(core, rollout, dtype="bfloat16", seed=11, deterministic=True)
+    lora = Lora(rank=4, alpha=9.0, dropout=0.1, targets=("q_proj",))
+    teacher = Teacher.model_validate({"path": "/t", "coef": 2.0, "top_k": 3})
+    settings = from_spec(
+        core, rollout, dtype="bfloat16", seed=11, lora=lora, teacher=teacher, deterministic=True
+    )
+    assert settings.lora == LoraSettings(rank=4, alpha=9.0, dropout=0.1, targets=("q_proj",))
     # What a run file cannot say keeps its default; all else must differ from it.
-    fixed = {"share_prompts", "head_chunk_tokens", "threads", "reference"}
+    fixed = {"share_prompts", "head_chunk_tokens", "threads", "reference", "joint_projections"}
     told_apart = {
         TrainerSettings: (settings, fixed),
         OptimizerSettings: (settings.optimizer, set[str]()),

@@ -65,7 +65,7 @@ def test_a_long_step_is_torchs_step() -> None:
     told = OptimizerSettings(lr=1e-2, weight_decay=0.1, beta2=0.99)
     adam = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     long = LongWeights(ours, torch.bfloat16)
-    step = LongAdamW(long, told)
+    step = LongAdamW(long, told, names=["a", "b", "c"])
     for _ in range(4):
         before = [p.detach().clone() for p in theirs]
         for a, b in zip(theirs, ours, strict=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.export import RECEIPT, read_receipt
+from runtime.checkpoints.files import digest
 from runtime.errors import StoreError
-from runtime.objects import Bucket
 
 
 def upload_export(folder: Path, bucket: Bucket) -> int:
@@ -21,8 +22,8 @@ def upload_export(folder: Path, bucket: Bucket) -> int:
     receipt = read_receipt(folder)
     if receipt is None:
         raise StoreError(f"{folder} holds no finished export", path=str(folder))
-    bucket.delete(RECEIPT)
+    bucket.delete([RECEIPT])
     for entry in receipt.files:
-        bucket.upload(folder / entry.name, entry.name)
-    bucket.upload(folder / RECEIPT, RECEIPT)
+        bucket.send(entry.name, folder / entry.name, sha256=entry.sha256)
+    bucket.send(RECEIPT, folder / RECEIPT, sha256=digest(folder / RECEIPT))
     return len(receipt.files) + 1
