@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,40 +59,57 @@ def owner_of(model: Path, log: Path, **fields: Any) -> SglangOwner:
 
 
 class SharedServers:
-    """At most one server at a time, started again when other limits are asked for or it is dead."""
+    """The server with ordinary limits, and at most one with others; a dead one is started again."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = model
         self._folder = folder
-        self._owner: SglangOwner | None = None
-        self._limits: dict[str, Any] = {}
-        self._url = ""
-        self.num_started = 0
+        self._ordinary: _Running | None = None
+        self._special: _Running | None = None
 
     @contextmanager
     def lend(self, **limits: Any) -> Iterator[str]:
         """The URL of a server with these limits, put back."""
-        if self._owner is None or limits != self._limits or not self._owner.is_running():
-            self.close()
-            self._owner = owner_of(self._model, self._folder / "engine.log", **limits)
-            self._limits, self._url = limits, self._owner.start().url
-            self.num_started += 1
-        else:
-            self._put_back()
-        yield self._url
+        running = self._special if limits else self._ordinary
+        if running is None or running.limits != limits or not running.is_put_back(self._model):
+            if running is not None:
+                running.owner.stop()
+            owner = owner_of(self._model, self._folder / "engine.log", **limits)
+            running = _Running(owner, limits, owner.start().url)
+            if limits:
+                self._special = running
+            else:
+                self._ordinary = running
+        yield running.url
 
     def close(self) -> None:
-        """End the server."""
-        if self._owner is not None:
-            self._owner.stop()
-        self._owner = None
+        """End the servers."""
+        for running in (self._ordinary, self._special):
+            if running is not None:
+                running.owner.stop()
+        self._ordinary = self._special = None
 
-    def _put_back(self) -> None:
+
+@dataclass
+class _Running:
+    owner: SglangOwner
+    limits: dict[str, Any]
+    url: str
+
+    def is_put_back(self, model: Path) -> bool:
+        """Put it back; False where it is dead or does not answer."""
+        try:
+            self._put_back(model)
+        except OSError:
+            return False
+        return self.owner.is_running()
+
+    def _put_back(self, model: Path) -> None:
         self._post("/abort_request", {"abort_all": True})
         self._post("/continue_generation", {})
         self._post("/end_weight_update", {})
         self._post("/destroy_weights_update_group", {"group_name": "g"})
-        body = {"model_path": str(self._model), "weight_version": "default", "flush_cache": True}
+        body = {"model_path": str(model), "weight_version": "default", "flush_cache": True}
         while self._post("/update_weights_from_disk", body) != 200:
             # Requests of the test before are still on their way out.
             self._post("/abort_request", {"abort_all": True})
@@ -99,7 +117,7 @@ class SharedServers:
 
     def _post(self, path: str, body: dict[str, object]) -> int:
         request = urllib.request.Request(
-            self._url + path,
+            self.url + path,
             data=json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
         )

@@ -104,7 +104,10 @@ async def test_flush_is_refused_while_paused_requests_are_kept(
         await running.tokens(1)
         await engine_server.post("/pause_generation", {"mode": mode})
         answer = await engine_server.post("/flush_cache")
-        assert (answer.status, answer.body) == (400, "Flush cache failed.\n")
+        if (engine_server.kind, mode) == ("sglang", "retract"):
+            assert answer.status == 200  # they hold no KV any more; 0.5.17 refuses
+        else:
+            assert (answer.status, answer.body) == (400, "Flush cache failed.\n")
 
 
 async def test_flush_is_refused_while_requests_run(engine_server: RunningEngine):
@@ -251,6 +254,7 @@ async def test_a_folder_that_does_not_fit_changes_nothing(
     assert (await engine_server.get("/model_info")).body["weight_version"] == "default"
 
 
+@only_on("embedded", "SGLang's server ends; no folder is published before it is whole")
 async def test_torn_file_changes_nothing(
     engine_server: RunningEngine, models: Models, tmp_path: Path
 ):

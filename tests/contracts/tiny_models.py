@@ -15,7 +15,7 @@ CONTEXT = 4096
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64,
     "max_position_embeddings": CONTEXT, "eos_token_id": EOS, "pad_token_id": 256,
     "bos_token_id": None,
     # Spread logits, so that wrong weights, masks or positions show in a log-prob.
