@@ -13,7 +13,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class Diagnostics:
         policy: PolicyId | None = None,
         target: Target | None = None,
         **fields: object,
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Surround one step with a start, and an end or its exception."""
         if not self.is_on:
             yield
@@ -100,7 +100,7 @@ class Diagnostics:
 
 
 @contextlib.contextmanager
-def stacks_of_this_rank(rank: int, device: Any, call: str) -> Iterator[None]:
+def stacks_of_this_rank(rank: int, device: Any, call: str) -> Generator[None]:
     """On a trainer rank: log the call with its GPU, and stacks every 60 s until it ends.
 
     Does nothing unless the switch is set. Stacks go to standard error, which is the rank's log.
@@ -115,7 +115,7 @@ def stacks_of_this_rank(rank: int, device: Any, call: str) -> Iterator[None]:
         return
     step: Step = "bucket" if call == "send_bucket" else "export"
     with Diagnostics(True).step(step, rank=rank, gpu=_gpu(device), call=call):
-        faulthandler.dump_traceback_later(STACKS_EVERY_S, repeat=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(STACKS_EVERY_S, repeat=True, file=sys.stderr)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from runtime import faults
 from runtime.clock import Clock
-from runtime.engines.protocol import EngineInfo
+from runtime.engines.protocol import EngineInfo, WeightHash
 from runtime.errors import EngineError, PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision
@@ -87,7 +87,9 @@ class Swap:
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                kinds = frozenset(p.info.hash for p in self._roll.sound if p.info is not None)
+                kinds: frozenset[WeightHash] = frozenset(
+                    p.info.hash for p in self._roll.sound if p.info is not None
+                )
                 self.snapshot = await self._parts.transport.prepare(self.policy, kinds)
             check_snapshot(self.snapshot)
 
