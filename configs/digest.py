@@ -86,7 +86,7 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
         "max_grad_norm",
         "updates_per_collection",
     ),
-    "lora": ("rank", "alpha", "dropout", "targets"),
+    "lora": ("rank", "alpha", "dropout", "targets", "also"),
     "teacher": ("path", "coef", "top_k"),
 }
 """What changes results. `core.max_updates` and `data.epochs` only say how long the run goes on."""

@@ -20,6 +20,10 @@ class Lora(Section):
     """Dropout in front of the adapters."""
     targets: Texts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get one."""
+    also: Texts = ()
+    """Weights that train whole beside the adapters, by name with `*`, such as `"*embed_tokens*"`:
+    peft's `modules_to_save`. With any, the base no longer serves as the reference, which is then
+    loaded apart."""
     publish: Literal["merged", "adapter"] = "merged"
     """What engines get: full weights, or the adapter in peft format."""
     export: Literal["merged", "adapter"] = "merged"

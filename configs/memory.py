@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from pydantic import BaseModel, ConfigDict
 
 from configs.model import DType
@@ -11,6 +13,7 @@ from configs.topology import Topology
 
 BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 _FP32 = 4
+_EMBEDDING = "model.embed_tokens.weight"
 _KEPT_LOGITS = 5 << 30
 """As ``runtime.trainer.torch.head`` keeps them on a GPU."""
 
@@ -83,7 +86,7 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
 
 
 def _adapter_parameters(spec: RunSpec, shape: ModelShape) -> int:
-    """Parameters of all adapters; 0 without."""
+    """Parameters of all adapters, and of an embedding beside them; 0 without."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     widths = {
         "q_proj": shape.hidden + queries,
@@ -95,7 +98,9 @@ def _adapter_parameters(spec: RunSpec, shape: ModelShape) -> int:
         "down_proj": shape.mlp + shape.hidden,
     }
     width = sum(widths.get(target, 0) for target in spec.lora.targets)
-    return spec.lora.rank * shape.layers * width
+    of_layers = spec.lora.rank * shape.layers * width
+    has_embedding = any(fnmatchcase(_EMBEDDING, pattern) for pattern in spec.lora.also)
+    return of_layers + (shape.vocab * shape.hidden if has_embedding and spec.lora.rank else 0)
 
 
 def _activations(spec: RunSpec, shape: ModelShape, per_value: int) -> int:

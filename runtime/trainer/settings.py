@@ -107,6 +107,12 @@ class LoraSettings:
     alpha: float = 32.0
     dropout: float = 0.0
     targets: tuple[str, ...] = Lora().targets
+    also: tuple[str, ...] = ()
+    """Patterns of names of weights that train whole beside them."""
+
+    def trains_whole(self, name: str) -> bool:
+        """The weight of this name is one of those."""
+        return any(fnmatchcase(name, pattern) for pattern in self.also)
 
     @property
     def scale(self) -> float:
@@ -234,7 +240,11 @@ def from_spec(
 
 def _lora(lora: Lora) -> LoraSettings:
     return LoraSettings(
-        rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        targets=lora.targets,
+        also=lora.also,
     )
 
 

@@ -136,12 +136,15 @@ class LongAdamW:
 
             step = kernels.adamw_
         long = self._long
-        whole = (long.param_N, long.master_N, self._exp_avg_N, self._exp_avg_sq_N, grad_N)
         changes: list[Tensor] = []
         for part, (scale, weight_decay) in self._parts:
             rate = lr * scale
             change = step(
-                *(tensor_N[part] for tensor_N in whole),
+                long.param_N[part],
+                long.master_N[part],
+                self._exp_avg_N[part],
+                self._exp_avg_sq_N[part],
+                grad_N[part],
                 norm,
                 max_norm=max_norm,
                 decay=1.0 - rate * weight_decay,

@@ -105,7 +105,8 @@ class TorchTrainer:
     def _load_reference(self, model_path: str) -> PackedScorer | None:
         """The reference; None unless KL is used, and where the base under adapters serves as it."""
         settings = self.settings
-        is_base = settings.lora is not None and settings.reference is None
+        lora = settings.lora
+        is_base = lora is not None and not lora.also and settings.reference is None
         if not settings.loss.uses_reference or is_base:
             return None
         return self._load_frozen(settings.reference or model_path)

@@ -50,4 +50,6 @@ class AdapterExport:
     def finish(self, folder: Path) -> None:
         """Make a written snapshot a folder that peft reads: its file name, its config."""
         (folder / "model.safetensors").rename(folder / WEIGHTS)
-        write_config(folder, self.settings, self.base)
+        names = [spec.name.split(".") for spec in self.weight_specs()]
+        whole = {parts[-2] for parts in names if parts[-2] not in ("lora_A", "lora_B")}
+        write_config(folder, self.settings, self.base, whole_modules=sorted(whole))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +58,8 @@ def adapt(model: nn.Module, settings: LoraSettings, *, seed: int) -> int:
     Raises:
         ConfigError: if a target names no linear layer of the model.
     """
-    model.requires_grad_(False)
+    for name, param in model.named_parameters():
+        param.requires_grad_(settings.trains_whole(name))
     made = torch.Generator().manual_seed(seed)
     missing = set(settings.targets)
     count = 0
@@ -74,6 +75,7 @@ def adapt(model: nn.Module, settings: LoraSettings, *, seed: int) -> int:
         )
         # A class of its own in place of a wrapper: names of weights stay those of the model.
         module.__class__ = LoraLinear
+        assert isinstance(module, LoraLinear)
         module.lora_A = nn.Parameter(down)
         module.lora_B = nn.Parameter(torch.zeros(module.out_features, settings.rank))
         module.register_buffer("lora_scale", torch.tensor(settings.scale), persistent=False)
@@ -98,7 +100,7 @@ def is_adapter(name: str) -> bool:
 
 @contextmanager
 def base_only(model: nn.Module, settings: LoraSettings) -> Generator[None]:
-    """Let the base alone count, as the reference policy."""
+    """Let the base alone count, as the reference policy. Only where nothing trains whole."""
     layers = adapted(model).values()
     for layer in layers:
         layer.lora_scale.zero_()
@@ -128,15 +130,30 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def adapter_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The adapters' parameters by peft's names, in the model's order."""
+    """The adapters' parameters by peft's names, in the model's order; then what trains whole.
+
+    A tied weight comes under each of its names: peft takes each module for one of its own.
+    """
     for name, layer in adapted(model).items():
         stem = _PREFIX + name.removesuffix(".weight")
         yield f"{stem}.lora_A.weight", layer.lora_A
         yield f"{stem}.lora_B.weight", layer.lora_B
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad and not is_adapter(name):
+            yield _PREFIX + name, param
 
 
-def write_config(folder: Path, settings: LoraSettings, base: str) -> None:
-    """Write what peft and engines read beside the adapter's weights."""
+def write_config(
+    folder: Path, settings: LoraSettings, base: str, *, whole_modules: Sequence[str] = ()
+) -> None:
+    """Write what peft and engines read beside the adapter's weights.
+
+    Args:
+        folder: the adapter's.
+        settings: of the adapters.
+        base: model folder they belong to.
+        whole_modules: last names of the modules that are stored whole.
+    """
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -145,6 +162,7 @@ def write_config(folder: Path, settings: LoraSettings, base: str) -> None:
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": list(settings.targets),
+        "modules_to_save": list(whole_modules) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -146,7 +146,9 @@ def compile_layers(scorer: PackedScorer) -> None:
     # them from the forward pass: 7 of 36 GiB, at no cost that could be measured.
     functorch_config.ban_recompute_materialized_backward = False
     # A loaded model's modules are never changed, so looking at them before each call only costs.
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    options: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    }
     for layer in scorer.layers:
         if isinstance(layer, FSDPModule):
             layer.forward = torch.compile(layer.forward, options=options)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

@@ -131,6 +131,26 @@ def test_the_base_is_the_reference(model_folder: Path, make_batch: MakeBatch) ->
         assert (mine["kl_loss"] > 0) == (update > 1)
 
 
+def test_weights_beside_the_adapters_train_whole_and_go_along(
+    model_folder: Path, make_batch: MakeBatch, tmp_path: Path
+) -> None:
+    also = dataclasses.replace(LORA, also=("*embed_tokens*",))
+    loss = LossSettings.named("grpo", kl="k3", kl_coef=0.1)
+    one, base = trainer(model_folder, lora=also, loss=loss), base_of(model_folder)
+    for update in (1, 2):
+        values = one.train_step(make_batch(update)).values
+    assert values["kl_loss"] > 0, "the reference is the base, embedding included"
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(exported(one)[name], base[name])
+    write_snapshot(one.adapter, str(tmp_path))
+    one.adapter.finish(tmp_path)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(found[f"base_model.model.{name}"], exported(one)[name])
+    assert torch.equal(found["base_model.model.lm_head.weight"], exported(one)[name]), "tied"
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
+
+
 def test_dropout_is_of_the_training_pass_alone(model_folder: Path, make_batch: MakeBatch) -> None:
     one = trainer(model_folder, lora=dataclasses.replace(LORA, dropout=0.5))
     one.train_step(make_batch(1))
