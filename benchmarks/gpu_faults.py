@@ -87,6 +87,7 @@ async def _returns(home: Home, number: signal.Signals) -> dict[str, Any]:
         sampling=SamplingSettings(max_new_tokens=1024, ignore_eos=True),
     )  # fmt: skip
     lost: list[str] = []
+    found_s = gone_s = 0.0
 
     async def ask() -> None:
         try:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl as nccl
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROUNDS = 10
 
@@ -75,7 +75,7 @@ def rank_main(rank: int, size: int, num_bytes: int, out: str) -> None:
             2 * (size - 1) / size * num_bytes / seconds / 1e9, 1
         )
         # Two alone: what a publication to one engine can reach.
-        pair = dist.new_group([0, 1])
+        pair: Any = dist.new_group([0, 1])
         if rank < 2:
             seconds = timed(lambda: dist.broadcast(buffer, 0, group=pair))
             found["broadcast_to_one_gb_per_s"] = round(num_bytes / seconds / 1e9, 1)
@@ -94,14 +94,13 @@ def main() -> None:
     size = torch.cuda.device_count()
     if size == 0:
         raise SystemExit("there is no GPU here")
-    mp.spawn(
-        rank_main, args=(size, arguments.megabytes * 1_000_000, str(arguments.out)), nprocs=size
-    )
+    spawn: Any = torch.multiprocessing.spawn
+    spawn(rank_main, args=(size, arguments.megabytes * 1_000_000, str(arguments.out)), nprocs=size)
     found = {
         "gpus": size,
         "name": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
         **json.loads(arguments.out.read_text()),
     }
     text = json.dumps(found, indent=1)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import torch
 
 from benchmarks.gpu_faults import faults

@@ -93,12 +93,14 @@ def make_model(folder: Path, shape: str, seed: int = 1) -> Path:
     if folder.exists():
         return folder
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        **SHAPES[shape], rope_theta=1e6, tie_word_embeddings=True, bos_token_id=None,
+    sizes: dict[str, Any] = SHAPES[shape]
+    made: Any = Qwen3Config  # its declared parameters leave out what it takes
+    config = made(
+        **sizes, rope_theta=1e6, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=EOS_ID, pad_token_id=PAD_ID,
     )  # fmt: skip
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model: Any = Qwen3ForCausalLM(config)
     model = model.to(torch.bfloat16 if shape != "tiny" else torch.float32)
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(folder)

@@ -14,6 +14,8 @@ from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettin
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
 
+NOBODY = "e0.u0"
+"""Stands for the policy of a response that nobody read or wrote."""
 _policy = lru_cache(64)(PolicyId.parse)
 """Every sample names its policies, and they are few."""
 
@@ -84,18 +86,15 @@ def aborted_early(status: int, body: object, request: GenerateRequest) -> list[G
     """
     if status not in (400, 499) or message_of(body) != f"Request {request.rid} was aborted":
         return None
-    return [_nothing("Aborted")] * request.n
-
-
-def _nothing(message: str | None) -> Generation:
-    return Generation(
+    nothing = Generation(
         token_ids=(),
         logprobs=(),
         spans=(),
-        prefill=PolicyId(0, 0),  # of nobody: nothing was read
+        prefill=_policy(NOBODY),
         finish="abort",
-        abort_message=message,
+        abort_message="Aborted",
     )
+    return [nothing] * request.n
 
 
 def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Generation:
@@ -105,8 +104,6 @@ def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Genera
     if failure is not None:
         raise failure
     tokens = tuple(cast(list[int], sample["output_ids"]))
-    if finish["type"] == "abort" and not tokens:
-        return _nothing(finish.get("message"))  # a waiting request tells little else
     triples: list[list[Any]] = meta.get("output_token_logprobs") or []
     if len(triples) != len(tokens) or any(t[1] != k for t, k in zip(triples, tokens, strict=True)):
         raise ContractViolation(
@@ -123,7 +120,7 @@ def _generation(sample: Mapping[str, Any], router: RouterShape | None) -> Genera
         spans=spans,
         # The first token is drawn from the prefill's own logits. After a retraction the prompt is
         # read again by a newer policy, and the first span still names the oldest one that counts.
-        prefill=spans[0].policy if spans else _policy(meta["weight_version"]),
+        prefill=spans[0].policy if spans else _policy(meta.get("weight_version", NOBODY)),
         finish=cast(Literal["stop", "length", "abort"], finish["type"]),
         abort_message=finish.get("message"),
         # Not told of a request that was aborted while it waited.

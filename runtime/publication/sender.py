@@ -25,6 +25,9 @@ from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport
 
+KEEP_BYTES = 8 * 1024**3
+"""On GPUs: the whole weights a sending rank may hold beside its shard."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -48,11 +51,24 @@ class BroadcastSender:
         backend: this rank's trainer.
         rank: of the trainer; 0 sends.
         bucket_bytes: size of a bucket at most; a larger tensor goes alone.
+        keep_bytes: weights up to this size are gathered once, before engines pause, and kept for
+            the sending; larger ones are gathered a second time then. None: ``KEEP_BYTES`` on GPUs,
+            where gathering takes far longer than sending, and nothing on a CPU. Equal on all ranks.
     """
 
     def __init__(
-        self, backend: WeightExport, *, rank: int = 0, bucket_bytes: int = BUCKET_BYTES
+        self,
+        backend: WeightExport,
+        *,
+        rank: int = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        keep_bytes: int | None = None,
     ) -> None:
+        if keep_bytes is None:
+            keep_bytes = KEEP_BYTES if torch.cuda.is_available() else 0
+        self._keep_bytes = keep_bytes
+        self._kept: list[list[torch.Tensor]] | None = None
+        """Buckets of the last description, empty on ranks that do not send; None: not kept."""
         self._backend = backend
         self._rank = rank
         self._bucket_bytes = bucket_bytes
@@ -63,15 +79,24 @@ class BroadcastSender:
         self._export: Iterator[list[tuple[str, torch.Tensor]]] | None = None
 
     def describe(self, kinds: Iterable[WeightHash] = ONLY_SHA256) -> Description:
-        """Walk through the export once for specs and digests; nothing is sent."""
+        """Walk through the export once for specs and digests; nothing is sent.
+
+        What it saw is what ``send_bucket`` sends: the weights stand still in between.
+        """
+        self._kept = None
         total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
         buckets: list[tuple[TensorSpec, ...]] = []
+        kept: list[list[torch.Tensor]] = []
+        keeps = total <= self._keep_bytes
         with Digests(kinds, total, self._bucket_bytes) as sums:
             for bucket in self._backend.export_weights(self._bucket_bytes):
                 buckets.append(tuple(spec_of(name, tensor) for name, tensor in bucket))
+                if keeps and self._rank == 0:
+                    kept.append([tensor.detach().contiguous() for _, tensor in bucket])
                 for name, tensor in bucket:
                     sums.add(name, tensor.detach().contiguous())
             digests = sums.result()
+        self._kept = kept if keeps else None
         return Description(digests=digests, buckets=tuple(buckets), num_bytes=sums.num_bytes)
 
     def free_port(self, host: str) -> int:
@@ -134,17 +159,10 @@ class BroadcastSender:
 
     def _start(self, index: int, flat: bool) -> Future[None] | None:
         """Take the next bucket and begin to send it; None on ranks that do not send."""
-        if index == 0:
-            self._export, self._next = self._backend.export_weights(self._bucket_bytes), 0
         with self._lock:
             group = self._group
-        if self._export is None or index != self._next:
-            raise ContractViolation(f"bucket {index} out of turn: next is {self._next}")
         # Taken without a group too: the other ranks are in this export, and would wait for us.
-        bucket = next(self._export, None)
-        if bucket is None:
-            raise ContractViolation(f"the export ended before bucket {index}")
-        self._next += 1
+        tensors = self._take(index)
         if self._rank != 0:
             return None
         if group is None:
@@ -152,7 +170,6 @@ class BroadcastSender:
         sending: Future[None] = Future()
         with self._lock:
             self._sending = sending
-        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
         if flat:
             tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
         # A thread that can be left behind: gloo ends an operation at its timeout and not before.
@@ -160,6 +177,25 @@ class BroadcastSender:
             target=_send, args=(group, tensors, sending), name="broadcast", daemon=True
         ).start()
         return sending
+
+    def _take(self, index: int) -> list[torch.Tensor]:
+        """The tensors of the next bucket; none on ranks that do not send."""
+        if index == 0:
+            self._next = 0
+            self._export = (
+                self._backend.export_weights(self._bucket_bytes) if self._kept is None else iter(())
+            )
+        if self._export is None or index != self._next:
+            raise ContractViolation(f"bucket {index} out of turn: next is {self._next}")
+        self._next += 1
+        if self._kept is not None:
+            if self._rank == 0 and index >= len(self._kept):
+                raise ContractViolation(f"there is no bucket {index}")
+            return self._kept[index] if self._rank == 0 else []
+        bucket = next(self._export, None)
+        if bucket is None:
+            raise ContractViolation(f"the export ended before bucket {index}")
+        return [tensor.detach().contiguous() for _, tensor in bucket]
 
 
 def _send(group: CollectiveGroup, tensors: list[torch.Tensor], sending: Future[None]) -> None:

@@ -20,7 +20,7 @@ from runtime.errors import ContractViolation
 
 _PLACE = re.compile(r"milepost-[0-9a-f]{8}")
 """Folder two levels above a bucket: the scratch of a live owner."""
-_FIELDS = frozenset({"name", "dtype", "shape", "start"})
+_FIELDS = {"name", "dtype", "shape", "start"}
 
 
 def read_shared(parts: object) -> dict[str, Tensor]:

@@ -40,3 +40,30 @@ def test_a_bucket_without_a_group_fails_after_its_part_of_the_export() -> None:
     for sender in (first, sibling):
         with pytest.raises(ContractViolation, match="out of turn"):
             sender.send_bucket(2)
+
+
+@pytest.mark.parametrize(("keep_bytes", "walks"), [(48, 1), (47, 2)])
+def test_small_weights_are_gathered_once_and_sent_from_what_was_kept(keep_bytes, walks) -> None:
+    """All ranks decide alike: one that walked while its siblings do not would wait for ever."""
+    exports = [Export(), Export()]
+    senders = [BroadcastSender(e, rank=r, keep_bytes=keep_bytes) for r, e in enumerate(exports)]
+    sent: list[list[torch.Tensor]] = []
+
+    class Group:
+        def broadcast(self, tensors: list[torch.Tensor]) -> None:
+            sent.append(tensors)
+
+        def close(self) -> None: ...
+
+    senders[0]._group = Group()  # type: ignore[assignment]
+    described = [sender.describe() for sender in senders]
+    assert described[0] == described[1]
+    for index in range(3):
+        for sender in senders:
+            sender.send_bucket(index, index == 2)
+    assert [len(export.walked) for export in exports] == [3 * walks, 3 * walks]
+    assert [t.tolist() for (t,) in sent[:2]] == [[0.0] * 4, [1.0] * 4]
+    assert sent[2][0].view(torch.float32).tolist() == [2.0] * 4
+    for sender in senders:
+        with pytest.raises(ContractViolation):
+            sender.send_bucket(5)
