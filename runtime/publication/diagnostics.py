@@ -22,6 +22,7 @@ import structlog
 from runtime.errors import ConfigError
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Target
+from runtime.telemetry.events import Event
 
 SWITCH = "MILEPOST_PUBLICATION_DIAGNOSTICS"
 STACKS_EVERY_S = 60.0
@@ -82,13 +83,13 @@ class Diagnostics:
                 "address": target.client.url,
             }
         started = time.monotonic()
-        _log.info("publication.step_started", step=step, **facts)
+        _log.info(Event.PUBLICATION_STEP_STARTED, step=step, **facts)
         try:
             yield
         except BaseException as error:
             elapsed_s = round(time.monotonic() - started, 6)
             _log.info(
-                "publication.step_failed",
+                Event.PUBLICATION_STEP_FAILED,
                 step=step,
                 elapsed_s=elapsed_s,
                 error=repr(error),
@@ -96,7 +97,7 @@ class Diagnostics:
             )
             raise
         elapsed_s = round(time.monotonic() - started, 6)
-        _log.info("publication.step_finished", step=step, elapsed_s=elapsed_s, **facts)
+        _log.info(Event.PUBLICATION_STEP_FINISHED, step=step, elapsed_s=elapsed_s, **facts)
 
 
 @contextlib.contextmanager

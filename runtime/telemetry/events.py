@@ -51,9 +51,12 @@ class Event(StrEnum):
     SESSION_READY = "session.ready", "Every engine is verified; the first prompt may be admitted."
     SESSION_HELD = (
         "session.held",
-        "A step failed beyond its retries; all stays in memory for a retry.",
+        "A step failed beyond its retries; all stays in memory, and admission is shut.",
     )
-    SESSION_RELEASED = "session.released", "A retry file let the held step try once more."
+    SESSION_RELEASED = (
+        "session.released",
+        "A retry file let the held step try once more; engines have all their restarts again.",
+    )
     SESSION_ENDED = "session.ended", "The session has closed its trainers and engines."
     STEP_RETRIED = "step.retried", "A step failed and is tried again by the session."
     STAGE_STARTED = "stage.started", "A timed stage of the loop began."
@@ -93,6 +96,12 @@ class Event(StrEnum):
     ENGINE_STOPPED = "engine.stopped", "The embedded server closed its door and left."
     ENGINE_REQUEST_FAILED = "engine.request_failed", "A request raised inside the embedded server."
     ENGINE_RETIRED = "engine.retired", "A slot used up its restarts, or the run is ending."
+    PUBLICATION_STEP_STARTED = (
+        "publication.step_started",
+        "With diagnostics on: one step of one rank or engine began.",
+    )
+    PUBLICATION_STEP_FINISHED = "publication.step_finished", "It ended; elapsed_s says when."
+    PUBLICATION_STEP_FAILED = "publication.step_failed", "It raised; error says what."
     PUBLICATION_STARTED = "publication.started", "Weights of the named policy go to the engines."
     PUBLICATION_COMMITTED = "publication.committed", "At least one engine was verified at it."
     PUBLICATION_RECORD_DROPPED = (
