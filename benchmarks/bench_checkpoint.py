@@ -19,8 +19,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -33,6 +31,7 @@ import anyio
 import anyio.to_thread
 import torch
 
+from benchmarks.reporting import quiet_load, report
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.files import remove_folder
 from runtime.checkpoints.identity import RunIdentity
@@ -191,23 +190,12 @@ def main() -> None:
     parser.add_argument("--any-load", action="store_true", help="start above a load of 0.5 too")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    if load > 0.5 and not arguments.any_load:
-        raise SystemExit(f"load {load:.2f} is above 0.5: figures would mean nothing (--any-load)")
+    load = quiet_load(any_load=arguments.any_load)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = anyio.run(measure, Path(folder), arguments)
-    found |= {
-        "benchmark": "P6",
-        "rounds": arguments.rounds,
-        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-    }
-    text = json.dumps(found, indent=1)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    found |= {"benchmark": "P6", "rounds": arguments.rounds}
+    report(found, load=load, out=arguments.out)
 
 
 if __name__ == "__main__":

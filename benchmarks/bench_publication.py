@@ -16,8 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -31,6 +29,7 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.reporting import quiet_load, report
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
@@ -229,24 +228,12 @@ def main() -> None:
     parser.add_argument("--any-load", action="store_true", help="start above a load of 0.5 too")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
-    if load > 0.5 and not arguments.any_load:
-        raise SystemExit(f"load {load:.2f} is above 0.5: figures would mean nothing (--any-load)")
+    load = quiet_load(any_load=arguments.any_load)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         found = anyio.run(measure, Path(folder), arguments)
-    found |= {
-        "benchmark": "P5",
-        "engines": arguments.engines,
-        "rounds": arguments.rounds,
-        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-    }
-    text = json.dumps(found, indent=1)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    found |= {"benchmark": "P5", "engines": arguments.engines, "rounds": arguments.rounds}
+    report(found, load=load, out=arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefect import Task, task
+from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
 from prefect.logging import get_run_logger
 
 from configs.load import LoadedRun, load_run
@@ -26,6 +25,7 @@ from runtime.launch.submission import canonical_json
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
 from runtime.launch.watching import Decision, Watcher
 from tasks.display import only_display
+from tasks.retrying import retried_by
 
 RETRIES = 4
 RETRY_DELAYS_S = [2.0, 10.0, 30.0, 60.0]
@@ -55,16 +55,8 @@ class Watched:
     decision: Decision
 
 
-async def may_ask_again(task: Task[..., object], run: TaskRun, state: State[object]) -> bool:
-    """Retry condition: the error says that whoever launches may try again."""
-    del task, run
-    try:
-        await state.result(raise_on_failure=True)  # type: ignore[misc]
-    except RunError as error:
-        return error.retry is RetryBy.LAUNCH
-    except BaseException:
-        return False
-    return False
+may_ask_again = retried_by(RetryBy.LAUNCH)
+"""Retry condition: the error says that whoever launches may try again."""
 
 
 def load(run_file: Path, sets: list[str]) -> LoadedRun:

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prefect import Task
-from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run
 
-from runtime.errors import RetryBy, RunError, SessionLost
+from runtime.errors import RetryBy, SessionLost
 from runtime.launch.start import start_run
 from runtime.rundir.receipts import Receipt
 from runtime.session.answers import Done, Ended, Held, Lost, Rewound, Running
@@ -24,6 +22,7 @@ from tasks.display import show_again
 from tasks.ended import RunEnded
 from tasks.handle import RunHandle
 from tasks.phases import enter_phase, heed_cancellation, show_held
+from tasks.retrying import retried_by
 
 RETRIES = 3
 RETRY_DELAYS_S = [1.0, 5.0, 15.0]
@@ -41,16 +40,8 @@ class Outcome:
     rewound_to: int | None = None
 
 
-async def is_lost(task: Task[..., object], run: TaskRun, state: State[object]) -> bool:
-    """Retry condition of every task: the run was lost, and a new epoch may go on."""
-    del task, run
-    try:
-        await state.result(raise_on_failure=True)  # type: ignore[misc]
-    except RunError as error:
-        return error.retry is RetryBy.TASK
-    except BaseException:
-        return False
-    return False
+is_lost = retried_by(RetryBy.TASK)
+"""Retry condition of every task: the run was lost, and a new epoch may go on."""
 
 
 def until_done(
