@@ -382,7 +382,7 @@ async def test_abort_of_a_waiting_request_has_no_logprobs(start_engine: Callable
     assert answer.body["output_ids"] == []
     meta = answer.body["meta_info"]
     assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
-    assert "output_token_logprobs" not in meta
+    assert not meta.get("output_token_logprobs")
 
 
 async def test_a_client_that_leaves_frees_its_place(start_engine: Callable[..., Any]):
