@@ -73,8 +73,8 @@ class RunningEngine:
     async def until(self, *, waiting: int, running: int) -> None:
         """Until that many requests wait and run; the test's own timeout bounds it."""
         while True:
-            load = (await self.get("/v1/loads")).body["aggregate"]
-            if (load["total_waiting_reqs"], load["total_running_reqs"]) == (waiting, running):
+            (load,) = (await self.get("/v1/loads")).body["loads"]
+            if (load["num_waiting_reqs"], load["num_running_reqs"]) == (waiting, running):
                 return
             await asyncio.sleep(0)
 
