@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import anyio
@@ -41,6 +42,8 @@ class SessionView:
     outstanding: tuple[str, ...] = ()
     detail: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     _progress: Progress = field(init=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
+    """One write at a time: neither the file nor its reading of the chain is thread-safe."""
 
     def __post_init__(self) -> None:
         self._progress = Progress(time=self._clock.time(), what="session started")
@@ -77,7 +80,17 @@ class SessionView:
         self.moved(f"{failure.step} went through")
 
     def write(self) -> None:
-        """Write now. Blocks on the disk; raises FencedError if a newer owner exists."""
+        """Write now; from any thread, beside the heartbeat's own write too.
+
+        Blocks on the disk.
+
+        Raises:
+            FencedError: if a newer owner exists.
+        """
+        with self._turn:
+            self._write()
+
+    def _write(self) -> None:
         records = self._chain.read()
         committed = committed_update(records)
         root = self._context.root

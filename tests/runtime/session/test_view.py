@@ -1,3 +1,7 @@
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -5,7 +9,7 @@ import pytest
 
 from runtime.clock import ManualClock
 from runtime.errors import FencedError, PublicationFailed
-from runtime.rundir import atomic, workflow
+from runtime.rundir import atomic, chain, workflow
 from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
 from runtime.session.view import SessionView
@@ -108,3 +112,31 @@ async def test_beats_follow_one_another_without_anything_moving(
             while written(tmp_path).heartbeat.count < first + 3:  # noqa: ASYNC110  # a file
                 await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
+
+
+def test_writes_of_several_threads_at_once_take_turns(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last write of a session that is stopped while it opens meets the heartbeat's first."""
+    epochs, writers = 12, 4
+    context = context_of(tmp_path, clock=clock)
+    for epoch in range(2, epochs + 1):
+        own(context.root, epoch=epoch)
+    view = SessionView.of(replace(context, epoch=epochs))
+    decode = chain.decode
+
+    def slow(*args: object, **kwargs: object) -> object:
+        time.sleep(0.001)  # others get their turn between reading a record and keeping it
+        return decode(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chain, "decode", slow)
+    start = threading.Barrier(writers)
+
+    def write() -> None:
+        start.wait(timeout=30)
+        view.write()
+
+    with ThreadPoolExecutor(writers) as threads:
+        for written_one in [threads.submit(write) for _ in range(writers)]:
+            written_one.result()
+    assert written(tmp_path).heartbeat.count == writers
