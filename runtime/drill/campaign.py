@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
-from runtime.drill.checks import Measure, Verdict, examine, redone, shared_folders
+from runtime.drill.checks import Measure, Verdict, examine, reached, redone, shared_folders
 from runtime.drill.job import LEASE_S, VARIANTS, Job, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
 from runtime.drill.processes import listening, processes_of, role_of
@@ -27,6 +27,7 @@ from runtime.errors import WaitTimeout
 from runtime.faults.plan import VARIABLE, Fault, FaultPlan, Kind
 from runtime.rundir import enter, workflow
 from runtime.rundir.chain import Chain
+from runtime.rundir.journal import read_rows
 from runtime.rundir.processes import kill_exactly
 
 _POLL_S = 0.05
@@ -182,7 +183,9 @@ class Campaign:
                 shared_before=before,
             )
             records = Chain(job.root).read()
-            self._outcome.updates_redone += redone(records, run.reached)
+            self._outcome.updates_redone += redone(
+                records, reached(read_rows(job.root.pipeline_lifecycle))
+            )
         return verdict
 
     def _on_the_way(
@@ -261,8 +264,6 @@ class DrilledRun:
         self.plan = FaultPlan(job.file.parent / "faults")
         self.observer = Observer(job)
         self.ports: set[int] = set()
-        self.reached: dict[int, int] = {}
-        """The last update seen made in each epoch."""
         self._attendant: subprocess.Popen[bytes] | None = None
         self._armed = 0
         self._moved = (0, 0)
@@ -317,8 +318,6 @@ class DrilledRun:
             self._attend()
         self.observer.look()
         view = workflow.read(self.job.root) if self.job.root.workflow.exists() else None
-        if view is not None:
-            self.reached[view.epoch] = max(view.update, self.reached.get(view.epoch, 0))
         moved = (len(self.observer.seen), view.update if view else 0)
         if moved != self._moved:
             self._moved, self._moved_at = moved, time.monotonic()

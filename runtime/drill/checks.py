@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from runtime.rundir.records import CommitRecord, EpochRecord, Record
 from runtime.session.accounts import committed_segments
 from runtime.session.scratch import run_key
 from runtime.session.status import COMPLETE, look
+from runtime.telemetry.events import Event
 
 _LEAVING_S = 20.0
 _STATE = ".safetensors"
@@ -93,16 +94,33 @@ def examine(
     return Verdict(lost=lost, doubled=doubled, orphans=len(left), problems=tuple(problems))
 
 
-def redone(records: Sequence[Record], reached: Mapping[int, int]) -> int:
+def reached(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
+    """The last update that each epoch published.
+
+    The workflow view would not do: it is written every two seconds, which is many updates here.
+
+    Args:
+        rows: of ``pipeline_lifecycle.jsonl``.
+    """
+    last: dict[int, int] = {}
+    for row in rows:
+        epoch, update = row.get("epoch"), row.get("update")
+        is_published = row.get("event") == Event.PUBLICATION_COMMITTED
+        if is_published and isinstance(epoch, int) and isinstance(update, int):
+            last[epoch] = max(update, last.get(epoch, 0))
+    return last
+
+
+def redone(records: Sequence[Record], published: Mapping[int, int]) -> int:
     """Updates that were made again after a rewind.
 
     Args:
         records: the whole chain.
-        reached: the last update seen made in each epoch.
+        published: the last update that each epoch published.
     """
     epochs = [r for r in records if isinstance(r, EpochRecord)]
     return sum(
-        max(0, reached.get(before.epoch, 0) - max(0, after.restored_update))
+        max(0, published.get(before.epoch, 0) - max(0, after.restored_update))
         for before, after in pairwise(epochs)
     )
 

@@ -248,7 +248,7 @@ class HealthMonitor:
             try:
                 await client.load()
             except TransportError:
-                pass
+                pass  # no answer: just what is asked here
             except RunError:
                 has_answered = True
             else:

@@ -79,7 +79,7 @@ class BeakerLaunch:
         try:
             return self._submitted(self._call("create an experiment", create))
         except BeakerExperimentConflict:
-            pass
+            pass  # somebody was faster under this name: it is looked up below
         except ServiceUnavailable:
             # The answer is lost, not the experiment: whoever asks again finds it by its name.
             if (standing := self._find(key)) is None:

@@ -8,7 +8,7 @@ from configs.availability import unavailable
 from runtime.drill import checks
 from runtime.drill.campaign import recovered_at
 from runtime.drill.catalogue import Blow
-from runtime.drill.checks import Measure, redone
+from runtime.drill.checks import Measure, reached, redone
 from runtime.drill.job import VARIANTS, Variant, make_job
 from runtime.drill.observing import Observer, Seen
 from runtime.policy import PolicyId
@@ -119,3 +119,15 @@ def test_every_variant_is_a_run_that_can_start(tmp_path: Path, variant: Variant)
     if variant == "deterministic":
         assert (spec.rollout.engines, spec.rollout.max_running_requests) == (1, 1)
         assert (spec.async_.max_staleness, spec.rollout.seed) == (0, 17)
+
+
+def test_what_an_epoch_reached_is_the_last_update_it_published() -> None:
+    rows = [
+        {"event": "publication.committed", "epoch": 1, "update": update} for update in (0, 1, 2)
+    ]
+    rows += [
+        {"event": "publication.started", "epoch": 1, "update": 3},
+        {"event": "publication.committed", "epoch": 2, "update": 2},
+        {"event": "engine.verified", "epoch": 2, "update": None},
+    ]
+    assert reached(rows) == {1: 2, 2: 2}
