@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.rundir import atomic, history
 from runtime.rundir.attempt import Claim
 from runtime.rundir.chain import Chain
-from runtime.rundir.claims import claim_attempt, newest_claimed, pending, read_claim
+from runtime.rundir.claims import claim_attempt, newest_claimed, pending_of, read_claim
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
@@ -68,12 +68,15 @@ def win_or_attach(
         ConfigError: if the run was made, or is being made, by another training digest.
     """
     root.create()
+    # Looked for once, and before the chain is read: who claims after this look has the number that
+    # we ask for, and so is attached to, however far it has come meanwhile.
+    newest = newest_claimed(root)
     records = Chain(root).read()
     epoch = history.newest_epoch(records)
     last = epoch.attempt if epoch else 0
     if history.is_complete(records):
         return Launch(how="complete", attempt=last), None
-    waiting = pending(root, records, here)
+    waiting = pending_of(newest, records, here)
     is_lost = waiting is not None and waiting.attempt.number == lost_attempt
     if waiting is not None and not waiting.is_over and not is_lost:
         return _attach(waiting.attempt, waiting.claim, claim, spec_json), None
@@ -82,7 +85,6 @@ def win_or_attach(
         attempt = root.attempt(last)
         return _attach(attempt, read_claim(attempt), claim, spec_json), None
     _refuse_other_training(root, records, claim, spec_json)
-    newest = newest_claimed(root)
     attempt = root.attempt(max(last, newest.number if newest else 0) + 1)
     standing = claim_attempt(attempt, claim)
     if standing != claim:

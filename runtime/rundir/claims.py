@@ -82,7 +82,13 @@ def newest_claimed(root: RunRoot) -> AttemptDir | None:
 
 def pending(root: RunRoot, records: Sequence[Record], here: HostBoot) -> Pending | None:
     """The newest claimed attempt, if it is newer than every attempt that owned the run."""
-    newest = newest_claimed(root)
+    return pending_of(newest_claimed(root), records, here)
+
+
+def pending_of(
+    newest: AttemptDir | None, records: Sequence[Record], here: HostBoot
+) -> Pending | None:
+    """The same for who has looked for the newest claim already, and must not look again."""
     epoch = newest_epoch(records)
     if newest is None or (epoch is not None and newest.number <= epoch.attempt):
         return None

@@ -5,12 +5,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.launch.attempts import differences, spec_digest
+from runtime.launch import attempts
+from runtime.launch.attempts import Launch, differences, spec_digest
 from runtime.launch.local import LocalLaunch
 from runtime.policy import PolicyId
 from runtime.rundir import enter, history
@@ -90,6 +94,16 @@ def start(root: RunRoot, spec: str = SPEC, digest: str = "t", guard=GONE, **more
     return LocalLaunch(guard=guard).start(root, spec, digest, run="t", **more)
 
 
+@contextmanager
+def ended(root: RunRoot, attempt: int) -> Generator[None]:
+    """End the living guard of an attempt, whatever happens to the test."""
+    try:
+        yield
+    finally:
+        guard = Started.decode(root.attempt(attempt).started.read_bytes(), "started")
+        assert kill_exactly(guard.pid, guard.started)
+
+
 def collected(root: RunRoot, attempt: int) -> None:
     """Wait until the guard of an attempt, a dummy that does nothing, is gone."""
     until = time.monotonic() + 10
@@ -107,7 +121,8 @@ def test_of_two_launchers_one_wins_and_the_other_attaches(root: RunRoot) -> None
 
         def launch(at: RunRoot = at, barrier=barrier, launches=launches) -> None:
             barrier.wait()
-            found = start(at)
+            # A guard that is gone before the last of them looks would be succeeded.
+            found = start(at, guard=LIVE)
             launches.append((found.how, found.attempt))
 
         threads = [threading.Thread(target=launch) for _ in range(4)]
@@ -115,8 +130,41 @@ def test_of_two_launchers_one_wins_and_the_other_attaches(root: RunRoot) -> None
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(launches) == [("attached", 1)] * 3 + [("started", 1)]
-        assert at.attempt_numbers() == [1]
+        with ended(at, 1):
+            assert sorted(launches) == [("attached", 1)] * 3 + [("started", 1)]
+            assert at.attempt_numbers() == [1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "step", ["newest_claimed", "Chain", "pending_of", "_refuse_other_training", "claim_attempt"]
+)
+def test_a_rival_at_any_step_of_a_launch_is_attached_to_or_attaches(
+    root: RunRoot, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+) -> None:
+    real = getattr(attempts, step)
+    rivals: list[Launch] = []
+
+    def rival() -> None:
+        if not rivals:
+            monkeypatch.setattr(attempts, step, real)
+            rivals.append(start(root, guard=LIVE))
+
+    def stepped(*args: Any, **named: Any) -> Any:
+        if when == "before":
+            rival()
+        answer = real(*args, **named)
+        rival()
+        return answer
+
+    monkeypatch.setattr(attempts, step, stepped)
+    ours = start(root, guard=LIVE)
+    with ended(root, 1):
+        assert root.attempt_numbers() == [1]
+        assert sorted((launch.how, launch.attempt) for launch in (ours, *rivals)) == [
+            ("attached", 1),
+            ("started", 1),
+        ]
 
 
 def test_a_won_attempt_holds_the_frozen_run_file(root: RunRoot) -> None:
@@ -193,13 +241,10 @@ def test_an_owner_elsewhere_is_succeeded_only_by_who_found_it_lost(root: RunRoot
     own(root, 1, host="elsewhere")
     assert start(root).how == "attached"
     assert start(root, guard=LIVE, lost_attempt=1).attempt == 2
-    try:
+    with ended(root, 2):
         # The next one is not the one that was lost: it is waited for.
         again = start(root, lost_attempt=1)
         assert (again.how, again.attempt) == ("attached", 2)
-    finally:
-        guard = Started.decode(root.attempt(2).started.read_bytes(), "started")
-        assert kill_exactly(guard.pid, guard.started)
 
 
 def test_an_attempt_whose_guard_never_owned_the_run_is_succeeded(root: RunRoot) -> None:
