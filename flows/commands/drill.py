@@ -21,7 +21,14 @@ Minutes = Annotated[
     float | None, typer.Option("--minutes", min=0, help="Deal no kills after so long.")
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="FAULT", help="Deal only these faults.")
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="FAULT", help="Deal only these faults; `drop at generation.answer`."
+    ),
+]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option("--variant", help="Only runs of this kind: deterministic, ahead, rolling."),
 ]
 
 BROKEN = 1
@@ -39,6 +46,7 @@ def drill(
     updates: Updates = 60,
     minutes: Minutes = None,
     only: Only = None,
+    variant: Variants = None,
     as_json: AsJson = False,
 ) -> None:
     """Kill short runs on this machine, in every way there is, and resume them to their end.
@@ -49,12 +57,19 @@ def drill(
     0: every run held all it promises; 1: one did not, and its folder is kept; 2: wrong usage.
     """
     from runtime.drill.campaign import Campaign, drill_folder
-    from runtime.drill.catalogue import WEIGHTS
+    from runtime.drill.catalogue import WEIGHTS, parse
+    from runtime.drill.job import VARIANTS
     from runtime.drill.report import as_object, table
 
-    unknown = sorted(set(only or ()) - WEIGHTS.keys())
-    if unknown:
-        typer.echo(f"no fault is called {unknown[0]!r}: {', '.join(WEIGHTS)}", err=True)
+    try:
+        for card in only or ():
+            parse(card)
+    except ValueError as error:
+        typer.echo(f"{error}: {', '.join(WEIGHTS)}; some can be had at one point", err=True)
+        raise typer.Exit(2) from error
+    variants = [v for v in VARIANTS if variant is None or v in variant]
+    if unknown := sorted({*(variant or ())} - {*VARIANTS}):
+        typer.echo(f"no run is of kind {unknown[0]!r}: {', '.join(sorted({*VARIANTS}))}", err=True)
         raise typer.Exit(2)
 
     def say(line: str) -> None:
@@ -62,7 +77,7 @@ def drill(
 
     with drill_folder(folder) as place:
         campaign = Campaign(
-            place, seed=seed, say=say, updates=updates, names=tuple(only or WEIGHTS)
+            place, seed=seed, say=say, updates=updates, names=only or [*WEIGHTS], variants=variants
         )
         outcome = campaign.run(kills, within_s=math.inf if minutes is None else 60 * minutes)
     if as_json:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from configs.load import load_run
-from runtime.drill.job import LEASE_S
+from runtime.drill.job import LEASE_S, attended
 from runtime.errors import ConfigError, RunError
 from runtime.launch.start import start_run
 from runtime.rundir.control import Control
@@ -29,7 +29,7 @@ def attend(file: Path) -> None:
     """Bring the run to its end, whatever happens to it."""
     loaded = load_run(file, ())
     root = RunRoot.of(loaded.spec.output.root)
-    record = file.with_name("attendant.jsonl")
+    record = attended(file)
 
     def say(saw: str, **fields: object) -> None:
         row = {"time": time.time(), "pid": os.getpid(), "saw": saw, **fields}

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
 from runtime.drill.checks import Measure, Verdict, examine, reached, redone, shared_folders
-from runtime.drill.job import LEASE_S, VARIANTS, Job, Variant, make_ground, make_job
+from runtime.drill.dealing import PATIENCE_S, strike
+from runtime.drill.drilled import IDLE_S, DrilledRun
+from runtime.drill.job import LEASE_S, VARIANTS, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
-from runtime.drill.processes import listening, processes_of, role_of
+from runtime.drill.promises import broken
 from runtime.errors import WaitTimeout
-from runtime.faults.plan import VARIABLE, Fault, FaultPlan, Kind
-from runtime.rundir import enter, workflow
 from runtime.rundir.chain import Chain
 from runtime.rundir.journal import read_rows
-from runtime.rundir.processes import kill_exactly
 
-_POLL_S = 0.05
-_IDLE_S = 300.0
-"""A run in which nothing moved for so long is hung, however busy the machine is."""
-_PATIENCE_S = 20.0
 _SOON_S = 8.0
 """An armed point that nobody reached by then is disarmed, and another blow is drawn."""
 _CARD = "kill at a point"
@@ -44,9 +33,6 @@ _ON_THE_WAY = 0.6
 """Share of the points in a volley that lie on the way of a start."""
 _WITHIN_S = 10.0
 """A following blow comes within this, so also while the next epoch is starting."""
-_LEAVING_S = 20.0
-_FREEZE = 1.7
-"""Leases that a freeze lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +81,8 @@ class Campaign:
         say: told a line per blow and run.
         updates: of each run.
         blows_per_run: at most; a run that ends before them is followed by another.
+        names: cards of the blows that are dealt, see ``catalogue.parse``.
+        variants: of the runs, by turns.
     """
 
     def __init__(
@@ -106,6 +94,7 @@ class Campaign:
         updates: int = 60,
         blows_per_run: int = 25,
         names: Sequence[str] = tuple(WEIGHTS),
+        variants: Sequence[Variant] = VARIANTS,
     ) -> None:
         self._folder = folder
         self._seed = seed
@@ -114,6 +103,7 @@ class Campaign:
         self._updates = updates
         self._blows_per_run = blows_per_run
         self._names = tuple(names)
+        self._variants = tuple(variants)
         self._made = make_ground(folder)
         self._outcome = Outcome(seed=seed)
         self._measure: Measure | None = None
@@ -127,17 +117,15 @@ class Campaign:
         Raises:
             WaitTimeout: if the undisturbed run hangs.
         """
-        self._measure = self._undisturbed()
+        if "deterministic" in self._variants:
+            self._measure = self._undisturbed()
         cards = deck(self._dice, kills, self._names)
         number = 0
         self._until = time.monotonic() + within_s
         while cards and time.monotonic() < self._until:
             number += 1
-            variant = VARIANTS[(number - 1) % len(VARIANTS)]
-            try:
-                verdict = self._one_run(number, variant, cards)
-            except WaitTimeout as error:
-                verdict = Verdict(lost=0, doubled=0, orphans=0, problems=(error.message,))
+            variant = self._variants[(number - 1) % len(self._variants)]
+            verdict = self._one_run(number, variant, cards)
             self._outcome.verdicts[number] = verdict
             held = "all holds" if not verdict.problems else "; ".join(verdict.problems)
             self._say(f"run {number} ({variant}) ended: {held}")
@@ -162,20 +150,11 @@ class Campaign:
         job = make_job(self._folder / str(number), self._made, variant, updates=self._updates)
         before = shared_folders()
         with DrilledRun(job) as run:
-            # Some points lie only at the beginning, some only at the end of a run.
-            self._told(run, number, self._on_the_way(run, FIRST, left))
-            dealt = 0
-            while (
-                left
-                and dealt < self._blows_per_run
-                and time.monotonic() < self._until
-                and not run.observer.is_complete()
-            ):
-                volley = self._volley(run, left)
-                dealt += len(volley)
-                self._told(run, number, volley)
-            self._told(run, number, self._on_the_way(run, LAST, left))
-            run.until(run.observer.is_complete, f"run {number} to end")
+            try:
+                self._through_blows(run, number, left)
+            except WaitTimeout as error:
+                found = (error.message, *broken(job, run.observer.records))
+                return Verdict(lost=0, doubled=0, orphans=0, problems=found)
             verdict = examine(
                 job,
                 measure=self._measure if variant == "deterministic" else None,
@@ -188,6 +167,27 @@ class Campaign:
             )
         return verdict
 
+    def _through_blows(self, run: DrilledRun, number: int, left: list[str]) -> None:
+        """Deal a run its blows and bring it to its end.
+
+        Raises:
+            WaitTimeout: if it hangs, or comes to no commit any more.
+        """
+        # Some points lie only at the beginning, some only at the end of a run.
+        self._told(run, number, self._on_the_way(run, FIRST, left))
+        dealt = 0
+        while (
+            left
+            and dealt < self._blows_per_run
+            and time.monotonic() < self._until
+            and not run.observer.is_complete()
+        ):
+            volley = self._volley(run, left)
+            dealt += len(volley)
+            self._told(run, number, volley)
+        self._told(run, number, self._on_the_way(run, LAST, left))
+        run.until(run.observer.is_complete, f"run {number} to end")
+
     def _on_the_way(
         self, run: DrilledRun, points: Sequence[str], left: list[str]
     ) -> list[tuple[Blow, float]]:
@@ -195,7 +195,7 @@ class Campaign:
         if _CARD not in left or run.observer.is_complete():
             return []
         blow = at_point(_CARD, self._dice.choice(points))
-        fired_at = run.strike(blow, patience_s=_IDLE_S)
+        fired_at = strike(run, blow, patience_s=IDLE_S)
         if fired_at is None:
             return []
         left.remove(_CARD)
@@ -210,10 +210,10 @@ class Campaign:
         while left and not run.observer.is_complete():
             blow = draw(self._dice, left[0])
             is_soon = bool(volley)
-            if is_soon and blow.name == _CARD and self._dice.random() < _ON_THE_WAY:
+            if is_soon and left[0] == _CARD and self._dice.random() < _ON_THE_WAY:
                 blow = at_point(_CARD, self._dice.choice(FIRST))
             run.wait(self._dice.uniform(0.0, _WITHIN_S) if is_soon else blow.wait_s)
-            fired_at = run.strike(blow, patience_s=_SOON_S if is_soon else _PATIENCE_S)
+            fired_at = strike(run, blow, patience_s=_SOON_S if is_soon else PATIENCE_S)
             if fired_at is None:
                 self._outcome.unreached += 1
                 continue
@@ -256,177 +256,13 @@ def recovered_at(observer: Observer, blow: Blow, fired_at: float) -> float | Non
     return observer.first(since, "progress: commit", "progress: end")
 
 
-class DrilledRun:
-    """One run with its attendant, its fault plan, and eyes on it. A context manager."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.plan = FaultPlan(job.file.parent / "faults")
-        self.observer = Observer(job)
-        self.ports: set[int] = set()
-        self._attendant: subprocess.Popen[bytes] | None = None
-        self._armed = 0
-        self._moved = (0, 0)
-        self._moved_at = time.monotonic()
-
-    def __enter__(self) -> DrilledRun:
-        self.plan.arm(())
-        self._attend()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._attendant is not None and self._attendant.poll() is None:
-            self._attendant.kill()
-            self._attendant.wait()
-        # Again and again: one of them may have started another just now.
-        until = time.monotonic() + _LEAVING_S
-        while left := list(processes_of(self.job.root.attempts)):
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(left, timeout=1.0)
-            if time.monotonic() >= until:
-                break
-
-    # -- waiting ----------------------------------------------------------------------------------
-
-    def until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for something, attended, for as long as anything moves.
-
-        Raises:
-            WaitTimeout: if nothing did.
-        """
-        while not self._look(is_so):
-            if time.monotonic() - self._moved_at > _IDLE_S:
-                raise WaitTimeout(
-                    f"waited for {what} in {self.job.file.parent}, and nothing moved for "
-                    f"{_IDLE_S:.0f} s"
-                )
-            time.sleep(_POLL_S)
-
-    def wait(self, seconds: float) -> None:
-        """Let it run so long, or to its end."""
-        until = time.monotonic() + seconds
-        self.until(
-            lambda: time.monotonic() >= until or self.observer.is_complete(), "the next blow"
-        )
-
-    def _look(self, is_so: Callable[[], bool]) -> bool:
-        if self._attendant is None or self._attendant.poll() is not None:
-            if self.observer.is_complete():
-                return is_so()
-            self._attend()
-        self.observer.look()
-        view = workflow.read(self.job.root) if self.job.root.workflow.exists() else None
-        moved = (len(self.observer.seen), view.update if view else 0)
-        if moved != self._moved:
-            self._moved, self._moved_at = moved, time.monotonic()
-        return is_so()
-
-    def _attend(self) -> None:
-        log = self.job.file.with_name("attendant.log").open("ab")
-        with log:
-            self._attendant = subprocess.Popen(
-                [sys.executable, "-m", "runtime.drill.attendant", str(self.job.file)],
-                env={**os.environ, VARIABLE: str(self.job.file.parent / "faults")},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    # -- blows ------------------------------------------------------------------------------------
-
-    def strike(self, blow: Blow, *, patience_s: float = _PATIENCE_S) -> float | None:
-        """Deal a blow; when it landed, or None if there was nobody to meet."""
-        self.ports |= listening(list(processes_of(self.job.root.attempts)))
-        match blow.how:
-            case "signal":
-                return self._signal(blow)
-            case "freeze":
-                return self._freeze(blow)
-            case "point":
-                return self._point(blow, patience_s)
-
-    def _signal(self, blow: Blow) -> float | None:
-        number = signal.SIGKILL if blow.signal == "kill" else signal.SIGTERM
-        for pid, started in self._victims(blow.role):
-            at = time.time()
-            if kill_exactly(pid, started, number):
-                return at
-        return None
-
-    def _freeze(self, blow: Blow) -> float | None:
-        victims = self._victims(blow.role)
-        at = time.time()
-        frozen = [v for v in victims if kill_exactly(*v, signal.SIGSTOP)]
-        if not frozen:
-            return None
-        until = time.monotonic() + _FREEZE * LEASE_S
-        # An attendant may begin the next epoch meanwhile, which ends whoever is frozen.
-        self.until(
-            lambda: time.monotonic() >= until or not any(_lives(v) for v in frozen), "the thaw"
-        )
-        for victim in frozen:
-            kill_exactly(*victim, signal.SIGCONT)
-        return at
-
-    def _point(self, blow: Blow, patience_s: float) -> float | None:
-        self._armed += 1
-        fault = Fault(
-            id=f"blow-{self._armed}",
-            point=blow.point,
-            kind=blow.kind,
-            after=blow.after,
-            times=blow.times,
-            seconds=blow.seconds,
-        )
-        self.plan.arm([fault])
-        if blow.provoke:
-            for victim in self._victims(blow.provoke)[:1]:
-                kill_exactly(*victim, signal.SIGKILL)
-        until = time.monotonic() + patience_s
-        self.until(
-            lambda: (
-                bool(self.plan.fired(fault.id))
-                or time.monotonic() >= until
-                or self.observer.is_complete()
-            ),
-            f"{blow.kind} at {blow.point}",
-        )
-        fired = self.plan.fired(fault.id)
-        if blow.kind is not Kind.CLOCK_JUMP or not fired:
-            self.plan.arm(())
-        return fired[0].time if fired else None
-
-    def _victims(self, role: str) -> list[tuple[int, float]]:
-        """(pid, start) of whom a blow meets."""
-        if role == "flow":
-            assert self._attendant is not None
-            pids = [self._attendant.pid]
-        else:
-            pids = [
-                p.pid
-                for p in processes_of(self.job.root.attempts)
-                if role == "owner" or role_of(p) == role
-            ]
-        return [(pid, at) for pid in pids if (at := enter.started(pid)) is not None]
-
-
-def _lives(victim: tuple[int, float]) -> bool:
-    pid, started = victim
-    return enter.started(pid) == started
-
-
 def _since(start: float, then: float | None) -> float | None:
     return None if then is None else round(max(0.0, then - start), 3)
 
 
 def _line(number: int, taken: Taken) -> str:
-    blow = taken.blow
-    where = f" at {blow.point}" if blow.point else ""
     return (
-        f"{number:>3} run {taken.run}: {blow.name}{where}: detected {_text(taken.detected_s)}, "
+        f"{number:>3} run {taken.run}: {taken.blow.text}: detected {_text(taken.detected_s)}, "
         f"decided {_text(taken.decided_s)}, recovered {_text(taken.recovered_s)}"
     )
 

@@ -10,7 +10,10 @@ from typing import Literal
 from runtime.faults.plan import Kind
 from runtime.faults.points import POINTS
 
-How = Literal["signal", "freeze", "point"]
+_AT = " at "
+_ANY = " at a point"
+
+How = Literal["signal", "freeze", "point", "two flows", "rewind"]
 
 ROLES = (
     "flow",
@@ -31,6 +34,7 @@ class Blow:
     name: str
     """Row of the table: ``kill guard``, ``kill at a point``."""
     how: How
+    """``two flows`` and ``rewind`` are stories of several steps, see ``dealing``."""
     role: str = ""
     """Whose process a signal or a freeze meets; ``owner`` is every process of the run."""
     signal: Literal["kill", "term"] = "kill"
@@ -45,6 +49,13 @@ class Blow:
     """From the run's last recovery to this blow."""
     ends_epoch: bool = field(default=False)
     """The owner goes with it; otherwise the run is expected to go on in the same epoch."""
+
+    @property
+    def text(self) -> str:
+        """What it is, with its point: the card that would have it again."""
+        if self.how != "point":
+            return self.name
+        return f"{self.name.removesuffix(_ANY)}{_AT}{self.point}"
 
 
 FIRST = (
@@ -105,16 +116,51 @@ _SLOW = (
 _HANGS = ("generation.request", "generation.answer", "producer.group", "group.generated")
 _DROPS = ("generation.request", "generation.answer", "engine.probe", "control.read")
 
+POINTS_OF: dict[str, tuple[str, ...]] = {
+    "kill at a point": tuple(dict.fromkeys((*_STEADY, *_FILE_KILLS, *FIRST, *LAST))),
+    "torn write": _TORN,
+    "disk full": _FULL,
+    "slow": _SLOW,
+    "hang": _HANGS,
+    "drop": _DROPS,
+    "duplicate": ("producer.land",),
+    "clock jump": ("clock.time",),
+}
+"""Where each blow that meets a point can meet the run."""
+
 _OWNERS = ("guard", "session", "trainer rank", "raylet", "gcs")
 
 
-def draw(dice: random.Random, name: str) -> Blow:
+def parse(card: str) -> tuple[str, str]:
+    """The blow that a card names, and its point where it names one.
+
+    A card is a name of ``WEIGHTS``, or says where: ``drop at generation.answer``, and
+    ``kill at commit.record`` of a ``kill at a point``.
+
+    Raises:
+        ValueError: if no blow is called so, or it cannot fall there.
+    """
+    if card in WEIGHTS:
+        return card, ""
+    name, _, point = card.rpartition(_AT)
+    name = f"kill{_ANY}" if name == "kill" else name
+    if point not in POINTS_OF.get(name, ()):
+        raise ValueError(f"no blow is called {card!r}")
+    return name, point
+
+
+def draw(dice: random.Random, card: str) -> Blow:
     """Draw the details of one kind of blow."""
     wait_s = dice.choice((dice.uniform(0.0, 1.0), dice.uniform(0.0, 4.0)))
-    if name.startswith("kill ") and name != "kill at a point":
+    name, named = parse(card)
+    if name.startswith("kill ") and name not in POINTS_OF:
         role = name.removeprefix("kill ")
         ends = role in _OWNERS
         return Blow(name=name, how="signal", role=role, wait_s=wait_s, ends_epoch=ends)
+
+    def armed(kind: Kind, points: Sequence[str], seconds: float | None = None) -> Blow:
+        return _armed(dice, name, named or dice.choice(points), kind, wait_s, seconds)
+
     match name:
         case "terminate guard":
             return Blow(
@@ -126,26 +172,28 @@ def draw(dice: random.Random, name: str) -> Blow:
             return Blow(name=name, how="freeze", role="owner", wait_s=wait_s, ends_epoch=True)
         case "freeze engine":
             return Blow(name=name, how="freeze", role="engine server", wait_s=wait_s)
+        case "two flows":
+            role = dice.choice(("guard", "session"))
+            return Blow(name=name, how="two flows", role=role, wait_s=wait_s, ends_epoch=True)
+        case "rewind":
+            return Blow(name=name, how="rewind", role="session", wait_s=wait_s, ends_epoch=True)
         case "kill at a point":
-            point = dice.choice((dice.choice(_STEADY), dice.choice(_FILE_KILLS)))
-            return _armed(dice, name, point, Kind.KILL, wait_s)
+            return armed(Kind.KILL, (dice.choice(_STEADY), dice.choice(_FILE_KILLS)))
         case "torn write":
-            return _armed(dice, name, dice.choice(_TORN), Kind.TORN, wait_s)
+            return armed(Kind.TORN, _TORN)
         case "disk full":
-            blow = _armed(dice, name, dice.choice(_FULL), Kind.DISK_FULL, wait_s)
-            return blow
+            return armed(Kind.DISK_FULL, _FULL)
         case "slow":
-            seconds = dice.uniform(0.3, 2.0)
-            return _armed(dice, name, dice.choice(_SLOW), Kind.SLOW, wait_s, seconds)
+            return armed(Kind.SLOW, _SLOW, dice.uniform(0.3, 2.0))
         case "hang":
-            return _armed(dice, name, dice.choice(_HANGS), Kind.HANG, wait_s, None)
+            return armed(Kind.HANG, _HANGS)
         case "drop":
-            return _armed(dice, name, dice.choice(_DROPS), Kind.DROP, wait_s)
+            return armed(Kind.DROP, _DROPS)
         case "duplicate":
-            return _armed(dice, name, "producer.land", Kind.DUPLICATE, wait_s)
+            return armed(Kind.DUPLICATE, POINTS_OF[name])
         case "clock jump":
             seconds = dice.choice((-1, 1)) * dice.uniform(60.0, 86400.0)
-            return _armed(dice, name, "clock.time", Kind.CLOCK_JUMP, wait_s, seconds)
+            return armed(Kind.CLOCK_JUMP, POINTS_OF[name], seconds)
         case _:
             raise ValueError(f"no blow is called {name!r}")
 
@@ -194,6 +242,8 @@ WEIGHTS: dict[str, int] = {
     "freeze guard": 2,
     "freeze owner": 2,
     "freeze engine": 3,
+    "two flows": 4,
+    "rewind": 4,
     "slow": 4,
     "hang": 2,
     "drop": 4,
@@ -205,10 +255,10 @@ WEIGHTS: dict[str, int] = {
 
 def deck(dice: random.Random, count: int, names: Sequence[str] = tuple(WEIGHTS)) -> list[str]:
     """So many blows in random order; from a few on, every kind is among them."""
-    names = list(names)
-    total = sum(WEIGHTS[name] for name in names)
-    cards = [name for name in names for _ in range(WEIGHTS[name] * count // total)]
+    weights = {name: WEIGHTS[parse(name)[0]] for name in names}
+    total = sum(weights.values())
+    cards = [name for name, weight in weights.items() for _ in range(weight * count // total)]
     while len(cards) < count:
-        cards.append(dice.choices(names, [WEIGHTS[name] for name in names])[0])
+        cards.append(dice.choices([*weights], [*weights.values()])[0])
     dice.shuffle(cards)
     return cards[:count]

@@ -18,6 +18,7 @@ from runtime.checkpoints.files import damage
 from runtime.data.history import consumed_prompts, read_history
 from runtime.drill.job import Job
 from runtime.drill.processes import listening, processes_of
+from runtime.drill.promises import broken, unevaluated
 from runtime.errors import RunError
 from runtime.publication.scratch import scratch_root, sweep
 from runtime.rundir import history
@@ -87,7 +88,8 @@ def examine(
         missing = [m for row in status.rows for m in row.missing]
         problems.append(f"its evidence is not whole: {missing or status.outstanding}")
     lost, doubled = _count(job, records, problems)
-    _history(records, problems)
+    problems += broken(job, records)
+    problems += unevaluated(job, records)
     _files(job, records, problems)
     if measure is not None:
         _equal(Measure.of(records), measure, job.updates, problems)
@@ -142,15 +144,6 @@ def _count(job: Job, records: tuple[Record, ...], problems: list[str]) -> tuple[
     if report.digest != history.standing_commits(records)[-1].consumed_digest:
         problems.append("ledger and chain disagree about what was consumed")
     return report.lost, doubled
-
-
-def _history(records: Sequence[Record], problems: list[str]) -> None:
-    """No commit may turn out damaged: the record is the promise that its files are there."""
-    problems += [
-        f"epoch {r.epoch} found a damaged commit: {r.reason}"
-        for r in records
-        if isinstance(r, EpochRecord) and "checkpoints/" in r.reason
-    ]
 
 
 def _files(job: Job, records: Sequence[Record], problems: list[str]) -> None:

@@ -65,7 +65,7 @@ publication_transport = "disk"
 every_updates = 2
 
 [evaluation]
-every_updates = 8
+every_updates = 4
 
 [evaluation.sets.held]
 prompts = "{made}/holdout.jsonl"
@@ -112,9 +112,19 @@ class Job:
         """Where the run lies."""
         return RunRoot(self.file.parent / "run")
 
+    @property
+    def attended(self) -> Path:
+        """What its attendants saw and did, a row each."""
+        return attended(self.file)
+
     def load(self) -> LoadedRun:
         """The run file."""
         return load_run(self.file, ())
+
+
+def attended(file: Path) -> Path:
+    """Where the attendants of a run file keep their record."""
+    return file.with_name("attendant.jsonl")
 
 
 def make_ground(folder: Path) -> Path:

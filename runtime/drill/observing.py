@@ -96,7 +96,7 @@ class Observer:
             self._note(record)
         self._num_records = len(records)
         root = self.job.root
-        paths = [root.pipeline_lifecycle, self.job.file.with_name("attendant.jsonl")]
+        paths = [root.pipeline_lifecycle, self.job.attended]
         paths += [root.attempt(n).path / "session.log" for n in root.attempt_numbers()]
         paths += [root.journal]
         for path in paths:

@@ -19,7 +19,7 @@ def as_object(outcome: Outcome) -> dict[str, Any]:
         "orphans": sum(v.orphans for v in outcome.verdicts.values()),
         "updates_redone": outcome.updates_redone,
         "seed": outcome.seed,
-        "runs": len(outcome.verdicts) - 1,
+        "runs": sum(number > 0 for number in outcome.verdicts),
         "unreached": outcome.unreached,
         "problems": outcome.problems,
         "faults": _rows(outcome),

@@ -148,6 +148,7 @@ class GenerationCalls:
         sending[request.rid] = flight
         self._pool.enter(route, request.n)
         self.active += 1
+        flight.under_way += 1
         try:
             await _lossy("generation.request", request)
             answers = await route.client.generate(
@@ -157,6 +158,7 @@ class GenerationCalls:
             return answers
         finally:
             self.active -= 1
+            flight.under_way -= 1
             self._pool.leave(route, request.n)
             del sending[request.rid]
 

@@ -32,7 +32,7 @@ class Flight:
 
     __slots__ = (
         "admitted_s", "attempt", "calls", "failure", "is_generated", "key", "num_stale",
-        "oldest", "order", "prompt", "reason", "reserved", "route", "scope",
+        "oldest", "order", "prompt", "reason", "reserved", "route", "scope", "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class Flight:
         """Policy of the engine its first request went to: nothing in it can be older."""
         self.calls = 0
         """Requests sent."""
+        self.under_way = 0
+        """Those of them that have not ended; none once the attempt was joined."""
         self.is_generated = False
         """All samples are there; what remains is the verifiers', who have limits of their own."""
 

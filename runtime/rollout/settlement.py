@@ -82,6 +82,15 @@ class Settlement:
             group: its samples with rewards, or None.
             error: what it ended with; None with ``group`` None means it was cancelled.
         """
+        if flight.under_way:
+            # Nothing above lets this happen but a defect, or a rollout function that leaves tasks
+            # behind: a later attempt would run beside them.
+            _log.error(
+                Event.GROUP_UNJOINED,
+                prompt=str(flight.prompt.id),
+                attempt=flight.attempt,
+                requests=flight.under_way,
+            )
         try:
             self._settle(flight, group, error)
         except Exception as fatal:

@@ -69,6 +69,10 @@ class Event(StrEnum):
         "group.requeued",
         "An attempt was given up; the pristine prompt is at the head.",
     )
+    GROUP_UNJOINED = (
+        "group.unjoined",
+        "An attempt was settled while requests of it were still out: its siblings were not joined.",
+    )
     GROUP_SKIPPED = "group.skipped", "The verifier failed twice; charged to reward.skip_budget."
     ROLLOUT_STOPPED = (
         "rollout.stopped",

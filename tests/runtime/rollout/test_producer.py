@@ -1,7 +1,10 @@
+import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from runtime.data.samples import PromptId
 from runtime.errors import (
@@ -17,6 +20,7 @@ from runtime.errors import (
     WaitTimeout,
 )
 from runtime.rollout.filters import equal_rewards
+from runtime.rollout.functions import SingleTurn
 
 pytestmark = pytest.mark.anyio
 
@@ -266,14 +270,49 @@ async def test_siblings_are_cancelled_and_joined_and_all_of_the_attempt_is_throw
         return outcome_class(seconds=seconds, error=OverloadError("full") if is_lost else None)
 
     world.behave = behave
-    async with world.running():
-        await world.time.run_for(0.3)
-        assert not world.engines[0].running, "the third request was cancelled and is gone"
-        assert world.engines[0].requests[0].n == 1
-        collection = await world.take(0)
+    with capture_logs() as rows:
+        async with world.running():
+            await world.time.run_for(0.3)
+            assert not world.engines[0].running, "the third request was cancelled and is gone"
+            assert world.engines[0].requests[0].n == 1
+            collection = await world.take(0)
+    assert "group.unjoined" not in {row["event"] for row in rows}
     (group,) = collection.groups
     assert (group.attempt, len(group.samples)) == (2, 3)
     assert len({r.sampling.seed for r in world.engines[0].requests}) == 3, "one seed per sample"
+
+
+class LeavesOneBehind:
+    """A rollout function with the defect its contract names: it does not join what it began."""
+
+    def __init__(self, decode):
+        self.decode = decode
+        self.left = []
+
+    async def __call__(self, task, generate):
+        async def alone():
+            with suppress(asyncio.CancelledError):
+                await generate(task.prompt.token_ids, task.sampling)
+
+        self.left.append(asyncio.ensure_future(alone()))
+        return await SingleTurn(decode=self.decode)(task, generate)
+
+
+async def test_an_attempt_that_is_settled_with_a_request_still_out_is_told(
+    world_class, outcome_class
+):
+    world = world_class(num_prompts=1, groups_per_collection=1)
+    function = LeavesOneBehind(str)
+    world.producer._parts = replace(world.producer._parts, function=function)
+    world.behave = lambda request: outcome_class(seconds=9.0 if request.n == 1 else 0.5)
+    with capture_logs() as rows:
+        async with world.running():
+            await world.take(0)
+            assert [r.n for r in world.engines[0].requests] == [2, 1]
+            await world.time.run_for(20.0)
+            await asyncio.gather(*function.left)
+    told = [row for row in rows if row["event"] == "group.unjoined"]
+    assert [(row["attempt"], row["requests"]) for row in told] == [(1, 1)]
 
 
 async def test_the_stop_rule_ends_the_run_and_the_wait_of_the_trainer(world_class, outcome_class):
