@@ -9,7 +9,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
 .PHONY: venv venv-sglang run test test-sglang test-cluster test-outage test-evaluations \
-	drill drill-short mutants check fmt
+	drill drill-short mutants drill-mutants check fmt
 
 venv: $(STAMP)
 
@@ -33,6 +33,10 @@ drill-short: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.faults.mutants
+
+# The same four protocols with a step taken out, caught by the drill itself.
+drill-mutants: $(STAMP)
+	$(BIN)/python -m tests.faults.drilled
 
 # The SGLang server has an environment of its own: it pins what the run's does not.
 venv-sglang: $(STAMP_SGLANG)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +147,10 @@ MUTANTS = (
 )
 
 
-def make(mutant: Mutant, folder: Path) -> None:
+def make(mutant: Mutant, folder: Path, rooms: Sequence[str] = ROOMS) -> None:
     """Copy the rooms that matter into ``folder``, and take the step out."""
-    for room in ROOMS:
+    folder.mkdir(exist_ok=True)
+    for room in rooms:
         shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name, old, new in mutant.edits:

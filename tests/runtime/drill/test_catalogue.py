@@ -6,7 +6,17 @@ from collections import Counter
 
 import pytest
 
-from runtime.drill.catalogue import FIRST, LAST, ROLES, WEIGHTS, at_point, deck, draw
+from runtime.drill.catalogue import (
+    FIRST,
+    LAST,
+    POINTS_OF,
+    ROLES,
+    WEIGHTS,
+    at_point,
+    deck,
+    draw,
+    parse,
+)
 from runtime.faults.plan import Kind
 from runtime.faults.points import FILE_POINTS, POINTS
 
@@ -29,6 +39,26 @@ def test_every_blow_is_whole(name: str) -> None:
             assert blow.kind is not Kind.SLOW or blow.seconds
         else:
             assert blow.role in (*ROLES, "owner")
+
+
+@pytest.mark.parametrize("name", POINTS_OF)
+def test_a_blow_can_be_had_at_any_of_its_points(name: str) -> None:
+    dice = random.Random(name)
+    for _ in range(50):
+        assert draw(dice, name).point in POINTS_OF[name]
+    for point in POINTS_OF[name]:
+        blow = draw(dice, f"{name.removesuffix(' at a point')} at {point}")
+        assert (blow.name, blow.point) == (name, point)
+        assert parse(blow.text) == (name, point)
+        assert deck(dice, 3, [blow.text]) == [blow.text] * 3
+
+
+@pytest.mark.parametrize(
+    "card", ["kill", "kill at", "kill at nowhere", "drop at commit.record", ""]
+)
+def test_a_blow_that_cannot_be_is_refused(card: str) -> None:
+    with pytest.raises(ValueError, match="no blow is called"):
+        draw(random.Random(1), card)
 
 
 @pytest.mark.parametrize("point", [*FIRST, *LAST])
