@@ -51,9 +51,9 @@ DRILLS = {
     "commit record before fsync": Drill(
         card="torn write at commit.fsync", seed=5, names="found a damaged commit"
     ),
-    # One of two requests loses its answer; the other is still with its engine.
+    # One of two requests never leaves; the other is with its engine by then.
     "requeue without joining siblings": Drill(
-        card="drop at generation.answer", seed=2, names="they were not joined"
+        card="drop at generation.request", seed=2, names="they were not joined"
     ),
     # Both flows look before either of them links.
     "check-then-write instead of exclusive append": Drill(
