@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.drill.catalogue import FIRST, LAST, WEIGHTS, Blow, at_point, deck, draw
+from runtime.drill.catalogue import WEIGHTS, Blow, at_point, deck, draw
 from runtime.drill.checks import Measure, Verdict, examine, reached, redone, shared_folders
 from runtime.drill.dealing import PATIENCE_S, strike
 from runtime.drill.drilled import IDLE_S, DrilledRun
 from runtime.drill.job import LEASE_S, VARIANTS, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
+from runtime.drill.places import FIRST, LAST
 from runtime.drill.promises import broken
 from runtime.errors import WaitTimeout
 from runtime.rundir.chain import Chain

@@ -7,8 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime.drill.places import (
+    DROPS,
+    FILE_KILLS,
+    FULL,
+    HANGS,
+    POINTS_OF,
+    PROVOKED,
+    SLOW,
+    STEADY,
+    TORN,
+)
 from runtime.faults.plan import Kind
-from runtime.faults.points import POINTS
 
 _AT = " at "
 _ANY = " at a point"
@@ -57,76 +67,6 @@ class Blow:
             return self.name
         return f"{self.name.removesuffix(_ANY)}{_AT}{self.point}"
 
-
-FIRST = (
-    "guard.lease", "guard.epoch", "guard.announce", "guard.session", "session.open",
-    "session.initial", "engine.start", "engine.spawn", "engine.state", "commit.mkdir",
-    "commit.begin", "commit.rename", "commit.record", "commit.recorded", "ledger.segment",
-    "chain.write", "chain.fsync", "chain.link", "chain.fsync_folder", "attempt.write",
-    "view.replace", "publication.resume", "publication.record",
-)  # fmt: skip
-"""Points of a run's beginning: some of them are passed only there."""
-LAST = (
-    "producer.close", "session.leave", "session.settle", "session.outcome", "guard.end",
-    "guard.finish", "export.mkdir", "export.rename", "evaluation.write", "evaluation.link",
-)  # fmt: skip
-"""Points of its end."""
-_SELDOM = {
-    "clock.time", "control.read", "engine.probe", "generation.wait", "generation.continue",
-    "publication.drain", "publication.kill", "publication.rest", "publication.turn",
-    "session.initial",
-}  # fmt: skip
-"""Passed only by runs of other kinds, or made for other faults than a kill."""
-_PROVOKED = {
-    "guard.lease": "session",
-    "guard.epoch": "session",
-    "guard.announce": "session",
-    "guard.session": "session",
-    "guard.end": "session",
-    "guard.finish": "session",
-    "session.open": "session",
-    "engine.start": "engine server",
-    "engine.spawn": "engine server",
-    "engine.bury": "engine server",
-    "engine.restart": "engine server",
-    "engine.state": "engine server",
-    "engine.end": "engine server",
-    "attempt.write": "session",
-    "attempt.replace": "session",
-}
-"""Points that a healthy run does not pass, and whose death leads there."""
-_STEADY = tuple(p.name for p in POINTS if p.name not in {*_SELDOM, *LAST[:4]})
-_FILE_KILLS = (
-    "chain.write", "chain.fsync", "chain.link", "chain.fsync_folder", "chain.unlink",
-    "commit.mkdir", "commit.fsync", "commit.rename", "commit.fsync_folder", "ledger.write",
-    "ledger.fsync", "ledger.replace", "ledger.fsync_folder", "attempt.write", "attempt.replace",
-    "view.write", "view.replace", "control.touch", "rollout.write",
-)  # fmt: skip
-_TORN = ("commit.save", "commit.fsync", "ledger.fsync", "chain.fsync", "view.replace")
-_FULL = (
-    "commit.mkdir", "commit.save", "commit.fsync", "ledger.write", "chain.write", "chain.link",
-    "view.write", "rollout.write",
-)  # fmt: skip
-_SLOW = (
-    "producer.take", "producer.group", "generation.request", "generation.answer", "session.train",
-    "session.trained", "session.stage", "commit.begin", "commit.record", "commit.save",
-    "publication.transfer", "publication.set_policy", "publication.resume", "gate.publication",
-    "guard.watch", "engine.probe",
-)  # fmt: skip
-_HANGS = ("generation.request", "generation.answer", "producer.group", "group.generated")
-_DROPS = ("generation.request", "generation.answer", "engine.probe", "control.read")
-
-POINTS_OF: dict[str, tuple[str, ...]] = {
-    "kill at a point": tuple(dict.fromkeys((*_STEADY, *_FILE_KILLS, *FIRST, *LAST))),
-    "torn write": _TORN,
-    "disk full": _FULL,
-    "slow": _SLOW,
-    "hang": _HANGS,
-    "drop": _DROPS,
-    "duplicate": ("producer.land",),
-    "clock jump": ("clock.time",),
-}
-"""Where each blow that meets a point can meet the run."""
 
 _OWNERS = ("guard", "session", "trainer rank", "raylet", "gcs")
 
@@ -178,17 +118,17 @@ def draw(dice: random.Random, card: str) -> Blow:
         case "rewind":
             return Blow(name=name, how="rewind", role="session", wait_s=wait_s, ends_epoch=True)
         case "kill at a point":
-            return armed(Kind.KILL, (dice.choice(_STEADY), dice.choice(_FILE_KILLS)))
+            return armed(Kind.KILL, (dice.choice(STEADY), dice.choice(FILE_KILLS)))
         case "torn write":
-            return armed(Kind.TORN, _TORN)
+            return armed(Kind.TORN, TORN)
         case "disk full":
-            return armed(Kind.DISK_FULL, _FULL)
+            return armed(Kind.DISK_FULL, FULL)
         case "slow":
-            return armed(Kind.SLOW, _SLOW, dice.uniform(0.3, 2.0))
+            return armed(Kind.SLOW, SLOW, dice.uniform(0.3, 2.0))
         case "hang":
-            return armed(Kind.HANG, _HANGS)
+            return armed(Kind.HANG, HANGS)
         case "drop":
-            return armed(Kind.DROP, _DROPS)
+            return armed(Kind.DROP, DROPS)
         case "duplicate":
             return armed(Kind.DUPLICATE, POINTS_OF[name])
         case "clock jump":
@@ -218,8 +158,8 @@ def _armed(
         how="point",
         point=point,
         kind=kind,
-        after=0 if point in _PROVOKED else after,
-        provoke=_PROVOKED.get(point, ""),
+        after=0 if point in PROVOKED else after,
+        provoke=PROVOKED.get(point, ""),
         seconds=seconds,
         wait_s=wait_s,
         ends_epoch=ends,

@@ -6,17 +6,8 @@ from collections import Counter
 
 import pytest
 
-from runtime.drill.catalogue import (
-    FIRST,
-    LAST,
-    POINTS_OF,
-    ROLES,
-    WEIGHTS,
-    at_point,
-    deck,
-    draw,
-    parse,
-)
+from runtime.drill.catalogue import ROLES, WEIGHTS, at_point, deck, draw, parse
+from runtime.drill.places import FIRST, LAST, POINTS_OF
 from runtime.faults.plan import Kind
 from runtime.faults.points import FILE_POINTS, POINTS
 
