@@ -97,9 +97,10 @@ def judged(mutant: str, *, work: Path) -> bool:
         copy = work / "copy"
         make(next(m for m in MUTANTS if m.name == mutant), copy, rooms=ROOMS)
         status, said = drilled(copy, drill, work / "mutant")
-        problems = [line for line in said if drill.names in line]
+        # The last lines: a problem each, after the story of the run.
+        problems = [line for line in said if drill.names in line and " ended: " not in line]
         caught = status == 1 and bool(problems)
-        found = problems[-1:] if caught else said[-20:]
+        found = problems[:1] if caught else said[-20:]
     word = "caught" if caught else "MISSED" if holds else "the tree itself does not hold"
     sys.stdout.write(f"{word}: {mutant}: {drill.card}, {time.monotonic() - began:.0f} s\n")
     sys.stdout.writelines(f"  {line[:200]}\n" for line in found)
