@@ -45,7 +45,7 @@ def attend(file: Path) -> None:
             say("refused", error=f"{type(error).__name__}: {error}")
             time.sleep(_PAUSE_S)
         else:
-            say(launch.how, attempt=launch.attempt)
+            say(launch.how, attempt=launch.attempt, after=lost)
 
     start("drill")
     while True:

@@ -63,7 +63,7 @@ class Blow:
     @property
     def text(self) -> str:
         """What it is, with its point: the card that would have it again."""
-        if self.how != "point":
+        if not self.point:
             return self.name
         return f"{self.name.removesuffix(_ANY)}{_AT}{self.point}"
 
@@ -114,7 +114,17 @@ def draw(dice: random.Random, card: str) -> Blow:
             return Blow(name=name, how="freeze", role="engine server", wait_s=wait_s)
         case "two flows":
             role = dice.choice(("guard", "session"))
-            return Blow(name=name, how="two flows", role=role, wait_s=wait_s, ends_epoch=True)
+            point = named or dice.choice(POINTS_OF[name])
+            return Blow(
+                name=name,
+                how="two flows",
+                role=role,
+                point=point,
+                # Both with their claim in hand; or one while the other makes its own.
+                times=2 if point == "attempt.link" else 1,
+                wait_s=wait_s,
+                ends_epoch=True,
+            )
         case "rewind":
             return Blow(name=name, how="rewind", role="session", wait_s=wait_s, ends_epoch=True)
         case "kill at a point":

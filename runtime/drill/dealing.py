@@ -82,23 +82,31 @@ def _point(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
 
 
 def _two_flows(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
-    """The run is lost, and two flows take it up: both are about to claim the next attempt."""
-    second, said = run.attend_twice(), Tail(run.job.attended)
-    attending: set[object] = set()
+    """The run is lost, and two flows take it up: neither knows of the other at the point."""
+    both = {run.attendant, run.attend_twice()}
+    said = Tail(run.job.attended)
+    heard: set[object] = set()
 
-    def attends() -> bool:
-        attending.update(row.get("pid") for row in said.rows())
-        return second in attending
+    def have_said() -> bool:
+        rows = (row for row in said.rows() if row["saw"] in ("started", "attached"))
+        heard.update(row["pid"] for row in rows)
+        return both <= heard
 
-    _wait(run, attends, patience_s, "the second flow")
-    if second not in attending:
-        return None
-    fault = run.arm("attempt.link", Kind.SLOW, times=2, seconds=_WINDOW_S)
-    _signal(run, blow)
-    _wait(run, lambda: len(run.plan.fired(fault.id)) == 2, patience_s, "two flows at one claim")
-    fired = run.plan.fired(fault.id)
-    run.disarm()
-    return fired[0].time if len(fired) == 2 else None
+    try:
+        _wait(run, have_said, patience_s, "the second flow")
+        if not both <= heard:
+            return None
+        fault = run.arm(blow.point, Kind.SLOW, times=blow.times, seconds=_WINDOW_S)
+        heard.clear()
+        if _signal(run, blow) is None:
+            return None
+        _wait(run, have_said, patience_s, "two flows to take the run up")
+        fired = run.plan.fired(fault.id)
+        # One that came late found the other's attempt alive, and had nothing to claim.
+        return fired[0].time if have_said() and len(fired) == blow.times else None
+    finally:
+        run.disarm()
+        run.attend_once()
 
 
 def _rewind(run: DrilledRun, blow: Blow) -> float | None:

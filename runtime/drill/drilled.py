@@ -47,10 +47,10 @@ class DrilledRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for attendant in (self._attendant, self._second):
-            if attendant is not None:
-                attendant.kill()
-                attendant.wait()
+        self.attend_once()
+        if self._attendant is not None:
+            self._attendant.kill()
+            self._attendant.wait()
         # Again and again: one of them may have started another just now.
         until = time.monotonic() + _LEAVING_S
         while left := list(processes_of(self.job.root.attempts)):
@@ -74,6 +74,13 @@ class DrilledRun:
         if self._second is None or self._second.poll() is not None:
             self._second = self._attend()
         return self._second.pid
+
+    def attend_once(self) -> None:
+        """End the second attendant, if there is one."""
+        if self._second is not None:
+            self._second.kill()
+            self._second.wait()
+            self._second = None
 
     def _attend(self) -> subprocess.Popen[bytes]:
         with self.job.file.with_name("attendant.log").open("ab") as log:

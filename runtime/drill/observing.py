@@ -115,21 +115,21 @@ class Observer:
     def _note(self, record: Record) -> None:
         match record:
             case EpochRecord():
-                self.seen.append(Seen(time=record.time, what="decided: epoch"))
+                what = "decided: epoch"
             case EndRecord(state="complete"):
-                self.seen.append(Seen(time=record.time, what="progress: end"))
+                what = "progress: end"
             case EndRecord():
-                self.seen.append(Seen(time=record.time, what="detected: end"))
+                what = "detected: end"
             case CommitRecord():
+                what = "progress: commit"
                 self.commits.append(record)
-                self.seen.append(Seen(time=record.time, what="progress: commit"))
+        self.seen.append(Seen(time=_believed(record.time), what=what))
 
     def _row(self, row: dict[str, Any]) -> None:
         when = _time(row.get("time"))
         if when is None:
             return
-        if abs(when - time.time()) > _BELIEVED_S:
-            when = time.time()  # the writer's clock was made to jump
+        when = _believed(when)
         name, saw = row.get("event"), row.get("saw")
         if name in _DETECTED or saw in _ATTENDANT_DETECTED:
             self.seen.append(Seen(time=when, what=f"detected: {name or saw}"))
@@ -137,6 +137,12 @@ class Observer:
             self.seen.append(Seen(time=when, what=f"decided: {name or saw}"))
         if name == "engine.verified":
             self.seen.append(Seen(time=when, what="progress: engine"))
+
+
+def _believed(when: float) -> float:
+    """When it was; now, where the writer's clock was made to jump."""
+    now = time.time()
+    return now if abs(when - now) > _BELIEVED_S else when
 
 
 def _time(value: object) -> float | None:

@@ -37,6 +37,7 @@ PROVOKED = {
     "engine.restart": "engine server",
     "engine.state": "engine server",
     "engine.end": "engine server",
+    "launch.claim": "session",
     "attempt.write": "session",
     "attempt.replace": "session",
 }
@@ -71,5 +72,6 @@ POINTS_OF: dict[str, tuple[str, ...]] = {
     "drop": DROPS,
     "duplicate": ("producer.land",),
     "clock jump": ("clock.time",),
+    "two flows": ("attempt.link", "launch.claim"),
 }
 """Where each blow that meets a point can meet the run."""

@@ -24,6 +24,7 @@ def broken(job: Job, records: Sequence[Record]) -> list[str]:
     return [
         *_damaged(records),
         *_claimed_twice(job),
+        *_succeeded_twice(job),
         *_taken_twice(job.root, records),
         *_unjoined(job.root),
     ]
@@ -64,6 +65,18 @@ def _claimed_twice(job: Job) -> Iterator[str]:
     for attempt, pids in started.items():
         if len(pids) > 1:
             yield f"attempt {attempt} was claimed and started by {len(pids)} flows, not by one"
+
+
+def _succeeded_twice(job: Job) -> Iterator[str]:
+    """Of several flows that find an attempt lost, one starts the next; the others attach to it."""
+    started: dict[object, dict[object, object]] = {}
+    for row in read_rows(job.attended):
+        if row.get("saw") == "started" and row.get("after") is not None:
+            started.setdefault(row["after"], {})[row.get("pid")] = row.get("attempt")
+    for lost, attempts in started.items():
+        if len({*attempts.values()}) > 1:
+            made = " and ".join(sorted(str(attempt) for attempt in attempts.values()))
+            yield f"attempt {lost} was succeeded by {made}, each of another flow"
 
 
 def _taken_twice(root: RunRoot, records: Sequence[Record]) -> Iterator[str]:

@@ -51,6 +51,12 @@ FILE_POINTS: tuple[Point, ...] = (
 
 POINTS: tuple[Point, ...] = (
     Point("clock.time", "runtime.clock:SystemClock.time", "somebody looks at the wall clock"),
+    # Launch
+    Point(
+        "launch.claim",
+        "runtime.launch.attempts:win_or_attach",
+        "all was looked at, the next attempt is not claimed",
+    ),
     # Control
     Point("control.read", "runtime.rundir.control:Control.stop_request", "dropped: not seen yet"),
     # Producer and its requests: every await

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from runtime import faults
 from runtime.clock import Clock
 from runtime.errors import ConfigError
 from runtime.rundir import atomic, history
@@ -85,6 +86,8 @@ def win_or_attach(
         attempt = root.attempt(last)
         return _attach(attempt, read_claim(attempt), claim, spec_json), None
     _refuse_other_training(root, records, claim, spec_json)
+    if faults.plan is not None:
+        faults.plan.reach("launch.claim")
     attempt = root.attempt(max(last, newest.number if newest else 0) + 1)
     standing = claim_attempt(attempt, claim)
     if standing != claim:

@@ -57,7 +57,7 @@ DRILLS = {
     ),
     # Both flows look before either of them links.
     "check-then-write instead of exclusive append": Drill(
-        card="two flows", seed=2, names="was claimed and started by 2 flows"
+        card="two flows at attempt.link", seed=2, names="was claimed and started by 2 flows"
     ),
     # What the dead epoch evaluated has the number of an update that is committed by now.
     "bare update number instead of policy id": Drill(

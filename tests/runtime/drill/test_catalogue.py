@@ -25,7 +25,7 @@ def test_every_blow_is_whole(name: str) -> None:
     for _ in range(200):
         blow = draw(dice, name)
         assert blow.name == name
-        if blow.how == "point":
+        if blow.point:
             assert is_listed(blow.point), blow
             assert blow.kind is not Kind.SLOW or blow.seconds
         else:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def test_epochs_without_a_commit_are_not_counted_for_ever(run: DrilledRun) -> No
     write(run, epoch(1), commit(1, 0), *(epoch(number) for number in range(2, 40)))
     with run, pytest.raises(WaitTimeout, match="38 epochs came to no commit: none of them said"):
         run.until(lambda: False, "the next commit")
+
+
+def test_a_time_from_a_clock_that_jumped_is_not_believed(run: DrilledRun) -> None:
+    began = time.time()
+    ahead = commit(1, 2).model_copy(update={"time": began + 7200.0})
+    write(run, epoch(1).model_copy(update={"time": began}), ahead)
+    run.observer.look()
+    taken, committed = run.observer.seen
+    assert taken.time == began
+    assert began <= committed.time <= time.time()
 
 
 def test_both_attendants_are_ended_with_the_run(run: DrilledRun) -> None:

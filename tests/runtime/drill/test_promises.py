@@ -77,6 +77,16 @@ def test_an_attempt_that_two_flows_started(job: Job) -> None:
     assert broken(job, HISTORY) == ["attempt 3 was claimed and started by 2 flows, not by one"]
 
 
+def test_a_lost_attempt_that_two_flows_succeeded(job: Job) -> None:
+    def started(attempt: int, pid: int, after: int | None) -> dict[str, object]:
+        return {"saw": "started", "attempt": attempt, "pid": pid, "after": after}
+
+    append(job.attended, started(2, 7, 1), started(3, 7, 1), started(4, 8, None))
+    assert broken(job, HISTORY) == [], "one flow may try again: its attempt was over"
+    append(job.attended, started(5, 7, 4), started(6, 8, 4))
+    assert broken(job, HISTORY) == ["attempt 4 was succeeded by 5 and 6, each of another flow"]
+
+
 def test_an_epoch_that_two_guards_took(job: Job) -> None:
     append(job.root.journal, *({"event": "epoch.taken", "epoch": 2, "attempt": a} for a in (2, 3)))
     assert broken(job, HISTORY) == ["attempt 3 took epoch 2, and attempt 2 did as well"]
