@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.torch import save, save_file
 
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.collective import CollectiveGroup
+from runtime.engines.held_port import HeldPort
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
 from tests.contracts.conftest import Models, RunningEngine, only_on
@@ -412,28 +412,22 @@ async def test_flush_after_retraction_is_refused_and_the_server_lives(
 # Broadcast
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 async def _joined(engine: RunningEngine) -> CollectiveGroup:
-    port = _free_port()
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": "g",
-        "backend": "gloo",
-    }
-    answer = asyncio.ensure_future(engine.post("/init_weights_update_group", body))
-    group = await anyio.to_thread.run_sync(
-        lambda: CollectiveGroup(
-            host="127.0.0.1", port=port, rank=0, world_size=2, name="g", timeout_s=20
+    with HeldPort() as held:
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": held.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+            "backend": "gloo",
+        }
+        answer = asyncio.ensure_future(engine.post("/init_weights_update_group", body))
+        group = await anyio.to_thread.run_sync(
+            lambda: CollectiveGroup(
+                host="127.0.0.1", port=held.port, rank=0, world_size=2, name="g", timeout_s=20
+            )
         )
-    )
     assert (await answer).body == {
         "success": True,
         "message": "Succeeded to initialize custom process group.",

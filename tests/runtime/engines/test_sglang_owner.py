@@ -157,7 +157,11 @@ async def _lives_and_dies(owner: SglangOwner) -> None:
         assert await client.is_alive(timeout_s=30)
         _, facts = await client._http.send("GET", "/milepost", None)
         assert facts["keepalive_s"] == 31  # whole seconds, never fewer
+        _, server = await client._http.send("GET", "/server_info", None)
         frozen = worker(second, "sglang::scheduler")
+        # Its store listens on the port that its launcher held for it, and on no other.
+        listens = psutil.Process(frozen).net_connections("inet")
+        assert server["nccl_port"] in {c.laddr.port for c in listens if c.status == "LISTEN"}
         os.kill(frozen, signal.SIGSTOP)
         assert owner.is_running()  # a frozen process is there: only a probe can tell
         assert not await client.is_alive(timeout_s=3)

@@ -36,6 +36,7 @@ def main() -> None:
     launcher: Any = import_module("sglang.launch_server")
     http: Any = import_module("sglang.srt.entrypoints.http_server")
     plugins: Any = import_module("sglang.srt.plugins")
+    from runtime.engines.held_port import HeldPort
     from runtime.engines.sglang.inside.folders import hook_folders
     from runtime.engines.sglang.inside.front import add_front
     from runtime.engines.sglang.inside.pauses import hook_pauses
@@ -45,8 +46,10 @@ def main() -> None:
     hook_pauses(manager)
     hook_folders(manager)
     add_front(http, order["api_key"], serving)
-    args = [*order["args"], "--host", order["host"], "--port", str(port)]
-    launcher.run_server(server_args.prepare_server_args(args))
+    with HeldPort() as store:  # a child listens on it, much later
+        args = [*order["args"], "--host", order["host"], "--port", str(port)]
+        args += ["--nccl-port", str(store.port)]
+        launcher.run_server(server_args.prepare_server_args(args))
 
 
 def _line() -> bytes:
