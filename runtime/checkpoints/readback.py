@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from runtime.checkpoints.files import worker_threads
 from runtime.errors import PartialWrite
+from runtime.safetensors_header import HeaderRefused, tensors_of_file
 
 _CHUNK = 8 << 20
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -62,25 +61,14 @@ def checksums_of(tensors: list[StoredTensor]) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> Iterator[StoredTensor]:
-    size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = cast(dict[str, dict[str, object]], json.loads(file.read(length)))
-        base = 8 + length
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = cast(tuple[int, int], entry["data_offsets"])
-            if base + end > size:
-                raise PartialWrite(f"{path.name} ends before {name} does", path=str(path))
-            dtype = str(entry["dtype"])
+        for tensor in tensors_of_file(path):
             yield StoredTensor(
                 file=path,
-                name=name,
-                dtype=_NAMES.get(dtype, dtype),
-                start=base + start,
-                size=end - start,
+                name=tensor.name,
+                dtype=_NAMES.get(tensor.dtype, tensor.dtype),
+                start=tensor.start,
+                size=tensor.end - tensor.start,
             )
-    except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as exc:
-        raise PartialWrite(f"{path.name} has no readable header: {exc}", path=str(path)) from exc
+    except HeaderRefused as exc:
+        raise PartialWrite(f"{path.name}: {exc}", path=str(path)) from exc

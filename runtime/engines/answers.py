@@ -48,6 +48,16 @@ _ROUTER_TEXTS: dict[str, type[RunError]] = {
 }
 """503s of sglang-router, by their plain text."""
 
+_ROUTER_CODES: dict[tuple[int, str], type[RunError]] = {
+    # sglang-router 0.3.2 sends a worker's own answer on as it is; these are about its connection.
+    (500, "call_upstream_connection_failed"): TransportError,
+    (500, "call_upstream_request_error"): TransportError,
+    (500, "call_upstream_body_error"): TransportError,
+    (500, "read_response_body_failed"): TransportError,
+    (504, "call_upstream_timeout"): GenerationTimeout,
+}
+"""Other answers of sglang-router, by status and the code in their body."""
+
 _ORDINARY_ABORTS = ("Aborted", "Abort in waiting queue")
 """Aborts that we, or a pause, asked for: partial output, no error."""
 
@@ -79,10 +89,9 @@ def classify(
     detail = {"status": status, "body": text_of(body)}
     if status == 429:
         return OverloadError(f"engine answered 429: {text_of(body)}", **detail)
-    if status == 503:
-        known = _known_503(body)
-        if known is not None:
-            return known(f"engine answered 503: {text_of(body)}", **detail)
+    known = _known_503(body) if status == 503 else _ROUTER_CODES.get((status, _code(body)))
+    if known is not None:
+        return known(f"engine answered {status}: {text_of(body)}", **detail)
     return ContractViolation(
         f"engine answered {status}, which no retry can mend: {text_of(body)}", **detail
     )
@@ -114,13 +123,17 @@ def _known_503(body: object) -> type[RunError] | None:
     message = message_of(body)
     if message in _BY_MESSAGE:
         return _BY_MESSAGE[message]
-    if isinstance(body, dict):
-        error = cast(dict[str, object], body).get("error")
-        holder = cast(dict[str, object], error if isinstance(error, dict) else body)
-        code = holder.get("code", holder.get("type"))
-        if isinstance(code, str):
-            return _BY_CODE.get(code)
-    return None
+    return _BY_CODE.get(_code(body))
+
+
+def _code(body: object) -> str:
+    """The class that a router gives its error; empty where there is none."""
+    if not isinstance(body, dict):
+        return ""
+    error = cast(dict[str, object], body).get("error")
+    holder = cast(dict[str, object], error if isinstance(error, dict) else body)
+    code = holder.get("code", holder.get("type"))
+    return code if isinstance(code, str) else ""
 
 
 def _finish(reason: Mapping[str, object]) -> RunError | None:

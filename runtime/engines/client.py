@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
+import anyio.to_thread
 import orjson
 
 from runtime.engines.answers import classify
@@ -23,6 +24,7 @@ from runtime.engines.protocol import (
     TensorSpec,
 )
 from runtime.engines.shared import SharedBucket
+from runtime.engines.weight_folder import check_folder
 from runtime.engines.wire import aborted_early, generate_body, generations
 from runtime.errors import (
     ContractViolation,
@@ -31,6 +33,7 @@ from runtime.errors import (
     RunError,
 )
 from runtime.policy import PolicyId
+from runtime.safetensors_header import HeaderRefused, tensors_of_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +197,11 @@ class HttpEngineClient:
         """Load a safetensors folder and serve it as ``policy``.
 
         Raises:
+            PartialWrite: if the folder is not whole as seen from here; nothing was sent.
             EngineRefused: if the engine could not load it, or ``flush`` meets retracted requests.
         """
         self._check_flush(flush)
+        await anyio.to_thread.run_sync(check_folder, path)
         body = {"model_path": path, "weight_version": str(policy), "flush_cache": flush}
         await self._update("/update_weights_from_disk", body)
 
@@ -396,14 +401,7 @@ _EMPTY = (
 
 
 def _check_safetensors(data: bytes) -> None:
-    """The format's outer shape: a length, a JSON header of that length, the tensors it names."""
-    size = int.from_bytes(data[:8], "little")
     try:
-        header = orjson.loads(data[8 : 8 + size])
-        ends = [
-            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
-        ]
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ContractViolation("these bytes are no safetensors") from error
-    if len(data) != 8 + size + max(ends, default=0):
-        raise ContractViolation("these bytes are safetensors cut short or with a tail")
+        tensors_of_bytes(data)
+    except HeaderRefused as error:
+        raise ContractViolation(f"these bytes are no whole safetensors file: {error}") from error

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from configs.run import RunSpec
 from runtime.engines.embedded.owner import EmbeddedOwner
 from runtime.engines.embedded.settings import EngineSettings
+from runtime.engines.keepalive import SERVER_KEEPALIVE_S
 from runtime.engines.protocol import EngineOwner
 from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.settings import SglangSettings
@@ -76,6 +77,9 @@ def _sglang_settings(
     spec: RunSpec, *, model: str, slot: int, api_key: str, threads: int, host: str
 ) -> SglangSettings:
     rollout = spec.rollout
+    # Not an argument of the server's: it takes this one from its environment.
+    args = {"keepalive_s": SERVER_KEEPALIVE_S, **rollout.engine_args}
+    keepalive_s = args.pop("keepalive_s")
     return SglangSettings(
         model_path=model,
         python=str(rollout.engine_python or sys.executable),
@@ -91,5 +95,6 @@ def _sglang_settings(
         seed=spec.seed + slot,
         threads=threads,
         sleeps=rollout.sleep,
-        args=dict(rollout.engine_args),
+        keepalive_s=float(keepalive_s),
+        args=args,
     )

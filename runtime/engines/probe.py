@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from runtime.engines.answers import classify
 from runtime.engines.connection import Connection
+from runtime.engines.keepalive import check_keepalive_order
 from runtime.engines.protocol import EngineInfo
 from runtime.errors import ContractViolation
 
@@ -29,12 +30,15 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         limit_s: of each call.
 
     Raises:
+        ConfigError: if it closes idle connections that our client may still use.
         ContractViolation: if nobody says how large the vocabulary is: an id outside ends SGLang.
         RunError: if the engine does not answer.
     """
     asks = _Asks(http, limit_s)
     server = await asks.get("/server_info")
     facts = await asks.facts()
+    if "keepalive_s" in facts:
+        check_keepalive_order(server_s=float(facts["keepalive_s"]))
     vocab_size = vocab_size or facts.get("vocab_size") or server.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ContractViolation("the engine does not tell its vocabulary; give the client one")

@@ -187,7 +187,7 @@ class EngineClient(Protocol):
         ...
 
     async def update_from_disk(self, path: str, policy: PolicyId, *, flush: bool) -> None:
-        """Load a safetensors folder and serve it as ``policy``."""
+        """Load a safetensors folder and serve it as ``policy``. PartialWrite if it is not whole."""
         ...
 
     async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:

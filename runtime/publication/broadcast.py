@@ -57,7 +57,7 @@ class BroadcastSource(Protocol):
         ...
 
     async def free_port(self, host: str) -> int:
-        """A free port where rank 0 runs."""
+        """A free port where rank 0 runs; it keeps it for the group that is opened next."""
         ...
 
     async def open_group(self, plan: GroupPlan, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ before they answer (docs/engine-contract.md): a folder that was let go is writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,8 @@ import anyio
 import anyio.to_thread
 
 from runtime.engines.protocol import WeightHash
-from runtime.errors import EngineRefused, PublicationFailed
+from runtime.engines.weight_folder import check_folder
+from runtime.errors import EngineRefused, PartialWrite, PublicationFailed
 from runtime.policy import PolicyId
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.places import Place, Places
@@ -84,13 +85,19 @@ class DiskTransport:
     async def prepare(
         self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
     ) -> Snapshot:
-        """Have the trainer write the snapshot into a folder nobody reads."""
+        """Have the trainer write the snapshot into a folder nobody reads.
+
+        Raises:
+            PartialWrite: if the folder does not hold what the trainer says it wrote.
+        """
         place = self._places.take()
         folder = self._folder(place)
         folder.mkdir(exist_ok=True)
         try:
             with self._diagnostics.step("export", policy=policy):
                 written = await self._source.write_snapshot(str(folder), kinds)
+                if written.num_tensors:  # a trainer that has none to give is refused further up
+                    await anyio.to_thread.run_sync(check_folder, folder, _names(written))
         except BaseException:
             place.is_wanted = False
             raise
@@ -151,8 +158,9 @@ class DiskTransport:
                     await target.client.update_from_disk(str(folder), snapshot.policy, flush=flush)
         except Exception as exc:  # one engine's failure is an outcome, whatever its client raised
             error = exc
-        if error is None or isinstance(error, EngineRefused):
-            # An engine that answered reads nothing any more; one that did not may still do so.
+        if error is None or isinstance(error, EngineRefused | PartialWrite):
+            # An engine that answered reads nothing any more, nor does one that was not asked; one
+            # that did not answer may still do so.
             await self.ended(*reader)
         return TransferOutcome(
             slot=target.slot,
@@ -160,3 +168,8 @@ class DiskTransport:
             elapsed_s=anyio.current_time() - start,
             kind="" if error is None else type(error).__name__,
         )
+
+
+def _names(written: Written) -> Collection[str] | None:
+    """Weights that the trainer counted into its digests; None where it was asked for none."""
+    return next((sums.keys() for sums in written.digests.values()), None)

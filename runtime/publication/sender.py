@@ -7,7 +7,6 @@ while another runs, from another thread. Rank 0 sends, the others take part in t
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.engines.collective import CollectiveGroup
+from runtime.engines.held_port import HeldPort
 from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import ContractViolation
 from runtime.publication.digests import Digest, Digests
@@ -73,6 +73,7 @@ class BroadcastSender:
         self._rank = rank
         self._bucket_bytes = bucket_bytes
         self._group: CollectiveGroup | None = None
+        self._port: HeldPort | None = None
         self._lock = threading.Lock()
         self._sending: Future[None] | None = None
         self._next = 0
@@ -100,9 +101,14 @@ class BroadcastSender:
         return Description(digests=digests, buckets=tuple(buckets), num_bytes=sums.num_bytes)
 
     def free_port(self, host: str) -> int:
-        """A port that nobody listens on now; one taken meanwhile fails ``open_group``."""
-        with socket.create_server((host, 0)) as server:
-            return server.getsockname()[1]
+        """A port for the store of the next group; nobody else gets it until ``open_group`` is over.
+
+        Args:
+            host: where the others will look for the store; all addresses of it are held.
+        """
+        self._let_go()
+        self._port = HeldPort()
+        return self._port.port
 
     def open_group(self, plan: GroupPlan, timeout_s: float) -> None:
         """Make the group; returns when all ranks have joined.
@@ -113,15 +119,18 @@ class BroadcastSender:
         self.abort()
         if self._rank != 0:
             return
-        group = CollectiveGroup(
-            host=plan.host,
-            port=plan.port,
-            rank=0,
-            world_size=plan.world_size,
-            name=plan.name,
-            backend=plan.backend,
-            timeout_s=timeout_s,
-        )
+        try:
+            group = CollectiveGroup(
+                host=plan.host,
+                port=plan.port,
+                rank=0,
+                world_size=plan.world_size,
+                name=plan.name,
+                backend=plan.backend,
+                timeout_s=timeout_s,
+            )
+        finally:
+            self._let_go()
         with self._lock:
             self._group = group
 
@@ -156,6 +165,11 @@ class BroadcastSender:
             _settle(sending, RuntimeError("the broadcast was aborted"))
         if group is not None:
             group.close()
+
+    def _let_go(self) -> None:
+        port, self._port = self._port, None
+        if port is not None:
+            port.close()
 
     def _start(self, index: int, flat: bool) -> Future[None] | None:
         """Take the next bucket and begin to send it; None on ranks that do not send."""

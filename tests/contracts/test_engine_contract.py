@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.engines.answers import classify
+from runtime.engines.keepalive import SERVER_KEEPALIVE_S
 from runtime.errors import OverloadError
 from tests.contracts.conftest import Models, RunningEngine, only_on
 from tests.contracts.tiny_models import CONTEXT, VOCAB, reference_logprobs
@@ -430,6 +431,7 @@ async def test_facts(engine_server: RunningEngine):
     ours = (await engine_server.get("/milepost")).body
     assert (ours["contract"], ours["vocab_size"], ours["context_length"]) == (1, VOCAB, CONTEXT)
     assert ours.get("hash", "sha256") == "sha256"
+    assert ours["keepalive_s"] == SERVER_KEEPALIVE_S  # upstream's own is 5 s: it got ours
     for path in ("/model_info", "/get_model_info"):
         assert (await engine_server.get(path)).body["weight_version"] == "default"
     loads = (await engine_server.get("/v1/loads")).body["loads"]

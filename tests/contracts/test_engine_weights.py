@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors.torch import save, save_file
 
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.collective import CollectiveGroup
+from runtime.engines.held_port import HeldPort
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
 from tests.contracts.conftest import Models, RunningEngine, only_on
@@ -254,15 +254,22 @@ async def test_a_folder_that_does_not_fit_changes_nothing(
     assert (await engine_server.get("/model_info")).body["weight_version"] == "default"
 
 
-@only_on("embedded", "SGLang's server ends; no folder is published before it is whole")
 async def test_torn_file_changes_nothing(
     engine_server: RunningEngine, models: Models, tmp_path: Path
 ):
+    """Cut at each kind of place, and longer than it says; SGLang would end without our hook."""
     whole = save(tensors(models, "b"))
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    cuts = (0, 4, 8, header_end // 2, header_end, len(whole) // 2, len(whole) - 1)
     before = await engine_checksums(engine_server)
-    assert (await swap_from_disk(engine_server, str(tmp_path), "v9")).status == 400
+    for data in (*(whole[:cut] for cut in cuts), whole + b"\0"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        answer = await swap_from_disk(engine_server, str(tmp_path), "v9")
+        assert (answer.status, answer.body["success"]) == (400, False)
+        assert answer.body["message"].startswith("Failed to get weights iterator: ")
     assert await engine_checksums(engine_server) == before
+    assert (await engine_server.get("/model_info")).body["weight_version"] == "default"
+    assert (await engine_server.post("/generate", generate())).status == 200
 
 
 @only_on("embedded", "SGLang waits for the running requests, unless it was paused")
@@ -405,28 +412,22 @@ async def test_flush_after_retraction_is_refused_and_the_server_lives(
 # Broadcast
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 async def _joined(engine: RunningEngine) -> CollectiveGroup:
-    port = _free_port()
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": "g",
-        "backend": "gloo",
-    }
-    answer = asyncio.ensure_future(engine.post("/init_weights_update_group", body))
-    group = await anyio.to_thread.run_sync(
-        lambda: CollectiveGroup(
-            host="127.0.0.1", port=port, rank=0, world_size=2, name="g", timeout_s=20
+    with HeldPort() as held:
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": held.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": "g",
+            "backend": "gloo",
+        }
+        answer = asyncio.ensure_future(engine.post("/init_weights_update_group", body))
+        group = await anyio.to_thread.run_sync(
+            lambda: CollectiveGroup(
+                host="127.0.0.1", port=held.port, rank=0, world_size=2, name="g", timeout_s=20
+            )
         )
-    )
     assert (await answer).body == {
         "success": True,
         "message": "Succeeded to initialize custom process group.",

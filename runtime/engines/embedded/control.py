@@ -147,13 +147,14 @@ async def model_info(http: web.Request) -> web.Response:
 
 async def milepost(http: web.Request) -> web.Response:
     """What upstream does not tell and every engine of ours does."""
-    rules = http.app[EngineKey].rules
+    engine = http.app[EngineKey]
     return json_response(
         {
             "contract": 1,
-            "vocab_size": rules.vocab_size,
-            "context_length": rules.context_length,
+            "vocab_size": engine.rules.vocab_size,
+            "context_length": engine.rules.context_length,
             "shares": "memory",
+            "keepalive_s": engine.settings.keepalive_s,
         }
     )
 

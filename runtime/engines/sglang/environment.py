@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def server_environment(
         # Models with code of their own: several servers writing one module cache tear its files.
         HF_MODULES_CACHE=str(private / "modules"),
         TMPDIR=str(private / "tmp"),
-        SGLANG_TIMEOUT_KEEP_ALIVE=str(int(settings.keepalive_s)),
+        SGLANG_TIMEOUT_KEEP_ALIVE=str(math.ceil(settings.keepalive_s)),
         # Its 503 of a paused or hung server must come before a probe gives up at 10 s.
         SGLANG_HEALTH_CHECK_TIMEOUT="8",
     )

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import structlog
 
+from runtime.engines.keepalive import check_keepalive_order
 from runtime.engines.protocol import EngineAddress
 from runtime.engines.sglang.bounded_log import BoundedLog
 from runtime.engines.sglang.environment import make_private, server_environment
@@ -72,9 +73,11 @@ class SglangOwner:
         """Start a new incarnation, ending one that runs, and wait until it generates.
 
         Raises:
+            ConfigError: if it would close idle connections that our clients may still use.
             WaitTimeout: if it does not within ``start_deadline_s``, stretched; with its last words.
             EngineDead: if it exits before; with the end of its log.
         """
+        check_keepalive_order(server_s=self.settings.keepalive_s)
         self.stop()
         incarnation = uuid.uuid4().hex
         deadline = time.monotonic() + stretched("readiness", self.start_deadline_s)

@@ -44,7 +44,7 @@ class SglangSettings(BaseModel):
     watchdog_timeout_s: float = Field(default=300.0, gt=0)
     """A forward step that takes longer ends the server, by its own watchdog."""
     keepalive_s: float = Field(default=SERVER_KEEPALIVE_S, gt=0)
-    """How long idle connections are kept, in whole seconds."""
+    """How long idle connections are kept; rounded up to whole seconds."""
     seed: int | None = None
     """Of sampling for requests that bring none."""
     threads: int = Field(default=1, ge=1)

@@ -29,6 +29,10 @@ def inner(message: str) -> dict[str, object]:
     return {"error": {"message": message}}
 
 
+def router(code: str) -> dict[str, object]:
+    return {"error": {"type": "Some Status", "code": code, "message": "as reqwest says it"}}
+
+
 JSON_INVALID = "1 validation error:\n  {'type': 'json_invalid', 'loc': ('body', 8), 'msg': '...'}"
 TOO_LONG = "The input (3000 tokens) is longer than the model's context length (2048 tokens)."
 
@@ -55,6 +59,19 @@ GENERATE: list[tuple[int, object, type[RunError]]] = [
     (503, {"error": {"code": "deadline_waiting", "message": "late"}}, GenerationTimeout),
     (503, {"error": {"code": "deadline_running", "message": "late"}}, GenerationTimeout),
     (503, {"error": {"code": "worker_connection_lost", "message": "reset"}}, TransportError),
+    # sglang-router 0.3.2 (test_outside_router has it say them): about its own connection
+    (503, router("no_available_workers"), UnavailableError),
+    (500, router("call_upstream_request_error"), TransportError),
+    (500, router("call_upstream_connection_failed"), TransportError),
+    (500, router("call_upstream_body_error"), TransportError),
+    (500, router("read_response_body_failed"), TransportError),
+    (504, router("call_upstream_timeout"), GenerationTimeout),
+    # and about what no second try mends
+    (500, router("call_upstream_builder_error"), ContractViolation),
+    (500, router("call_upstream_decode_error"), ContractViolation),
+    (502, router("call_upstream_request_error"), ContractViolation),
+    (503, router("call_upstream_request_error"), ContractViolation),
+    (408, "", ContractViolation),
     # Bad requests in all three envelopes
     (400, inner(TOO_LONG), ContractViolation),
     (400, openai(TOO_LONG, 400, "BadRequestError"), ContractViolation),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from runtime.errors import (
     ContractViolation,
     EngineRefused,
     GenerationTimeout,
+    PartialWrite,
     TransportError,
     WaitTimeout,
 )
@@ -210,6 +212,25 @@ async def test_requests_that_kill_upstreams_server_are_not_sent():
             with pytest.raises(ContractViolation, match="safetensors"):
                 await made.update_from_tensors(payload, policy=None, flush=False)
         assert server.num_requests == 0
+
+
+async def test_a_folder_that_is_not_whole_is_not_sent(tmp_path: Path):
+    """SGLang's whole server ends on a torn file. Cut here at each kind of place."""
+    whole = save({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.uint8)})
+    path, header_end = tmp_path / "model.safetensors", 8 + int.from_bytes(whole[:8], "little")
+    answer = http(200, {"success": True, "message": "Succeeded to update model weights."})
+    async with raw_server(answer) as server, client(server.url) as made:
+        for cut in (0, 4, 8, header_end - 1, header_end, header_end + 4, len(whole) - 1):
+            path.write_bytes(whole[:cut])
+            with pytest.raises(PartialWrite, match=r"model\.safetensors"):
+                await made.update_from_disk(str(tmp_path), PolicyId(1, 1), flush=False)
+        path.unlink()
+        with pytest.raises(PartialWrite, match="no weights"):
+            await made.update_from_disk(str(tmp_path), PolicyId(1, 1), flush=False)
+        assert server.num_requests == 0
+        path.write_bytes(whole)
+        await made.update_from_disk(str(tmp_path), PolicyId(1, 1), flush=False)
+        assert server.num_requests == 1
 
 
 async def test_a_flush_after_retraction_is_not_sent():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -12,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from runtime.engines.collective import CollectiveGroup
+from runtime.engines.held_port import HeldPort
 from runtime.errors import UnavailableFeature
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+@pytest.fixture
+def port() -> Iterator[int]:
+    with HeldPort() as held:
+        yield held.port
 
 
 def join(rank: int, port: int, world_size: int = 2, timeout_s: float = 20) -> CollectiveGroup:
@@ -32,8 +32,7 @@ def both(*sides: Callable[[], object]) -> list[object]:
         return [f.result(30) for f in [threads.submit(side) for side in sides]]
 
 
-def test_broadcast_of_several_dtypes_without_a_default_group():
-    port = free_port()
+def test_broadcast_of_several_dtypes_without_a_default_group(port: int):
     sent = [torch.randn(3, 4), torch.arange(5), torch.randn(7).bfloat16()]
     sender, receiver = both(lambda: join(0, port), lambda: join(1, port))
     assert isinstance(sender, CollectiveGroup)
@@ -48,13 +47,13 @@ def test_broadcast_of_several_dtypes_without_a_default_group():
     receiver.close()
 
 
-def test_a_group_made_the_way_sglang_makes_its_own_meets_ours():
+def test_a_group_made_the_way_sglang_makes_its_own_meets_ours(port: int):
     """sglang.srt.utils' init_custom_process_group: rendezvous, PrefixStore, torch's own helper."""
     from torch.distributed import PrefixStore
     from torch.distributed.distributed_c10d import _new_process_group_helper
     from torch.distributed.rendezvous import rendezvous
 
-    port, sent = free_port(), torch.randn(4)
+    sent = torch.randn(4)
 
     def theirs() -> object:
         timeout = timedelta(seconds=20)
@@ -74,13 +73,12 @@ def test_a_group_made_the_way_sglang_makes_its_own_meets_ours():
     torch.testing.assert_close(found, [sent], atol=0, rtol=0)
 
 
-def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
+def test_a_peer_that_never_comes_is_an_error_within_the_timeout(port: int):
     with pytest.raises(RuntimeError):
-        join(0, free_port(), timeout_s=0.2)
+        join(0, port, timeout_s=0.2)
 
 
-def test_closing_ends_a_receive_that_waits():
-    port = free_port()
+def test_closing_ends_a_receive_that_waits(port: int):
     sender, receiver = both(lambda: join(0, port), lambda: join(1, port))
     assert isinstance(sender, CollectiveGroup)
     assert isinstance(receiver, CollectiveGroup)

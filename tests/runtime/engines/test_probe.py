@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from runtime.engines.client import HttpEngineClient
-from runtime.errors import ContractViolation
+from runtime.engines.keepalive import CLIENT_KEEPALIVE_S
+from runtime.errors import ConfigError, ContractViolation
 
 pytestmark = pytest.mark.anyio
 
@@ -26,10 +27,17 @@ class OldServer:
 
     ``versions`` says how a response tells its weights: not at all, the newest one for all tokens,
     or each token's own. A response ends once it was paused and continued; ``is_quick`` ends it
-    before anybody can.
+    before anybody can. ``facts`` gives it a /milepost.
     """
 
-    def __init__(self, versions: str = "none", *, is_quick: bool = False) -> None:
+    def __init__(
+        self,
+        versions: str = "none",
+        *,
+        is_quick: bool = False,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self._facts = facts
         self._versions = versions
         self._is_quick = is_quick
         self.version = "default"
@@ -84,6 +92,9 @@ class OldServer:
             {"version": "0.5.17", "max_req_input_len": 2042, "max_running_requests": 8}
         )
 
+    async def milepost(self, request: web.Request) -> web.Response:
+        return web.json_response(self._facts)
+
     @asynccontextmanager
     async def serve(self) -> AsyncGenerator[str]:
         app = web.Application()
@@ -98,6 +109,8 @@ class OldServer:
                 web.get("/server_info", self.server_info),
             ]
         )
+        if self._facts is not None:
+            app.router.add_get("/milepost", self.milepost)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -134,3 +147,17 @@ async def test_an_engine_whose_vocabulary_nobody_knows_is_refused():
     async with OldServer().serve() as url, HttpEngineClient(url) as client:
         with pytest.raises(ContractViolation, match="vocabulary"):
             await client.info()
+
+
+@pytest.mark.parametrize("server_s", [1, CLIENT_KEEPALIVE_S, 2 * CLIENT_KEEPALIVE_S - 1])
+async def test_an_engine_that_lets_go_of_connections_before_we_do_is_refused(server_s: float):
+    facts = {"contract": 1, "vocab_size": 100, "keepalive_s": server_s}
+    async with OldServer(facts=facts).serve() as url, HttpEngineClient(url) as client:
+        with pytest.raises(ConfigError, match="keep-alive"):
+            await client.info()
+
+
+async def test_one_that_keeps_them_longer_is_not():
+    facts = {"contract": 1, "vocab_size": 100, "keepalive_s": 2 * CLIENT_KEEPALIVE_S}
+    async with OldServer(facts=facts).serve() as url, HttpEngineClient(url) as client:
+        assert (await client.info()).vocab_size == 100

@@ -18,10 +18,19 @@ import pytest
 import torch
 
 from runtime.engines.client import HttpEngineClient
+from runtime.engines.keepalive import CLIENT_KEEPALIVE_S
 from runtime.engines.protocol import EngineAddress, GenerateRequest, SamplingSettings
 from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.process_group import members
-from runtime.errors import ContractViolation, EngineDead, EngineRefused, TransportError, WaitTimeout
+from runtime.errors import (
+    ConfigError,
+    ContractViolation,
+    EngineDead,
+    EngineRefused,
+    PartialWrite,
+    TransportError,
+    WaitTimeout,
+)
 from runtime.policy import PolicyId
 from tests.contracts.sglang_engine import KEY, PYTHON, need_environment, owner_of
 from tests.contracts.tiny_models import VOCAB, save_model, tiny_qwen3
@@ -85,7 +94,11 @@ def worker(address: EngineAddress, title: str) -> int:
 
 
 @pytest.mark.anyio
-async def test_what_would_end_the_server_is_refused_before_it_leaves(owner: SglangOwner, log: Path):
+async def test_what_would_end_the_server_is_refused_before_it_leaves(
+    owner: SglangOwner, model: Path, log: Path, tmp_path: Path
+):
+    torn = tmp_path / "torn"
+    torn.mkdir()
     address = owner.start()
     async with client_of(address) as client:
         for bad in (VOCAB, 99999, -1):
@@ -94,6 +107,9 @@ async def test_what_would_end_the_server_is_refused_before_it_leaves(owner: Sgla
         for body in (b"AAAA", pickle.dumps([1]), b"\x00" * 40):
             with pytest.raises(ContractViolation, match="safetensors"):
                 await client.update_from_tensors(body, policy=PolicyId(1, 1), flush=False)
+        (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-1])
+        with pytest.raises(PartialWrite, match=r"model\.safetensors"):
+            await client.update_from_disk(str(torn), PolicyId(1, 1), flush=True)
         await client.pause("retract")
         with pytest.raises(EngineRefused, match="flush after a retracting pause"):
             await client.update_from_disk("/nowhere", PolicyId(1, 1), flush=True)
@@ -117,7 +133,8 @@ async def test_what_would_end_the_server_is_refused_before_it_leaves(owner: Sgla
 async def test_a_killed_scheduler_is_seen_at_once_and_a_frozen_one_by_its_probe(
     model: Path, log: Path
 ):
-    owner = pickle.loads(pickle.dumps(owner_of(model, log)))  # it travels before it starts
+    made = owner_of(model, log, keepalive_s=30.5)
+    owner = pickle.loads(pickle.dumps(made))  # it travels before it starts
     try:
         await _lives_and_dies(owner)
     finally:
@@ -138,7 +155,13 @@ async def _lives_and_dies(owner: SglangOwner) -> None:
     assert second.incarnation != address.incarnation
     async with client_of(second) as client:
         assert await client.is_alive(timeout_s=30)
+        _, facts = await client._http.send("GET", "/milepost", None)
+        assert facts["keepalive_s"] == 31  # whole seconds, never fewer
+        _, server = await client._http.send("GET", "/server_info", None)
         frozen = worker(second, "sglang::scheduler")
+        # Its store listens on the port that its launcher held for it, and on no other.
+        listens = psutil.Process(frozen).net_connections("inet")
+        assert server["nccl_port"] in {c.laddr.port for c in listens if c.status == "LISTEN"}
         os.kill(frozen, signal.SIGSTOP)
         assert owner.is_running()  # a frozen process is there: only a probe can tell
         assert not await client.is_alive(timeout_s=3)
@@ -170,6 +193,13 @@ def test_the_servers_processes_end_with_their_owner_however_that_ends(model: Pat
     process.stdout.close()
     while any(not m.is_zombie for m in members(pid)):  # the test's own timeout bounds it
         time.sleep(0.1)
+
+
+def test_a_server_that_would_close_connections_still_in_use_is_not_started(model: Path, log: Path):
+    racing = owner_of(model, log, keepalive_s=CLIENT_KEEPALIVE_S)
+    with pytest.raises(ConfigError, match="equal values race"):
+        racing.start()
+    assert not log.exists()
 
 
 def test_a_server_that_cannot_start_is_dead_with_its_last_words(model: Path, log: Path):

@@ -12,14 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.load import load_run
+from runtime.engines.factory import engine_owner
 from runtime.engines.sglang.bounded_log import BoundedLog
 from runtime.engines.sglang.environment import make_private, server_environment
 from runtime.engines.sglang.inside.stamps import UPDATES, hook_stamps
+from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.process_group import end_group, is_left, members
-from runtime.engines.sglang.settings import SglangSettings
+from runtime.engines.sglang.settings import SglangSettings, command_line
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -114,6 +118,23 @@ def test_a_server_gets_a_private_module_cache_one_root_for_kernels_and_our_keepa
     assert "VIRTUAL_ENV" not in env
     assert env["PYTHONPATH"].endswith(f"{os.pathsep}/site")
     assert "SGLANG_USE_CPU_ENGINE" not in env
+
+
+@pytest.mark.parametrize(("kept_s", "told"), [(None, "60"), (20.0, "20"), (10.5, "11")])
+def test_a_run_files_keepalive_reaches_the_servers_environment_and_nothing_else_does(
+    tmp_path: Path, kept_s: float | None, told: str
+):
+    sets = [] if kept_s is None else [f"rollout.engine_args.keepalive_s={kept_s}"]
+    spec = load_run("configs/presets/laptop-sglang.toml", sets).spec
+    owner = engine_owner(
+        spec, model="/m", slot=0, api_key="k", log_path=tmp_path / "log", threads=1
+    )
+    assert isinstance(owner, SglangOwner)
+    # Upstream's own 5 s, or whatever the shell says, would race with our clients.
+    environ = {"SGLANG_TIMEOUT_KEEP_ALIVE": "5"}
+    env = server_environment(owner.settings, tmp_path / "private", environ)
+    assert env["SGLANG_TIMEOUT_KEEP_ALIVE"] == told
+    assert not any("keepalive" in word.replace("-", "") for word in command_line(owner.settings))
 
 
 def test_the_plugin_is_found_the_way_the_server_looks_for_it(tmp_path: Path):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from runtime.errors import ContractViolation, DiskFull, EngineRefused
+from runtime.errors import ContractViolation, DiskFull, EngineRefused, PartialWrite
 from runtime.policy import PolicyId
 from runtime.publication.checksum import Checksums, checksums, tensor_checksum
 from runtime.publication.disk import DiskTransport
@@ -321,6 +321,54 @@ def test_a_refused_load_reads_nothing_any_more(tmp_path):
         await disk.transport.release(P1)
         again, _ = await disk.publish(P1)
         assert again == first
+        await disk.transport.close()
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("how", ["cut", "of fewer weights"])
+def test_a_snapshot_that_is_not_whole_is_refused_while_engines_still_serve(tmp_path, how):
+    async def main():
+        disk = Disk(tmp_path)
+        await disk.publish(P1)
+        write = disk.trainer.write_snapshot
+
+        async def torn(folder, kinds):
+            written = await write(folder, kinds)
+            if how == "cut":
+                path = Path(folder) / "model.safetensors"
+                os.truncate(path, path.stat().st_size - 1)
+            else:
+                write_snapshot(TinyTrainer(num_tensors=2), folder)
+            return written
+
+        disk.trainer.write_snapshot = torn
+        with pytest.raises(PartialWrite):
+            await disk.transport.prepare(P2)
+        assert [engine.journal.of("load") for engine in disk.engines] == [[0], [1]]
+        disk.trainer.write_snapshot = write
+        _, outcomes = await disk.publish(P2)
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        await disk.transport.close()
+
+    anyio.run(main)
+
+
+def test_a_client_that_refused_to_send_leaves_nobody_reading(tmp_path):
+    async def main():
+        disk = Disk(tmp_path, 1)
+        load = disk.engines[0].update_from_disk
+
+        async def refuses(path, policy, *, flush):
+            raise PartialWrite("model.safetensors: its tensors end at 9, the file at 8 bytes")
+
+        disk.engines[0].update_from_disk = refuses
+        first, (outcome,) = await disk.publish(P1)
+        assert outcome.kind == PartialWrite.__name__
+        await disk.transport.release(P1)
+        disk.engines[0].update_from_disk = load
+        again, (outcome,) = await disk.publish(P1)
+        assert (again, outcome.error) == (first, None)
         await disk.transport.close()
 
     anyio.run(main)

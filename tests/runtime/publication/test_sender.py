@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from runtime.engines.protocol import TensorSpec
 from runtime.errors import ContractViolation
+from runtime.publication.groups import GroupPlan
 from runtime.publication.safetensors_file import spec_of
 from runtime.publication.sender import BroadcastSender
 
@@ -40,6 +42,30 @@ def test_a_bucket_without_a_group_fails_after_its_part_of_the_export() -> None:
     for sender in (first, sibling):
         with pytest.raises(ContractViolation, match="out of turn"):
             sender.send_bucket(2)
+
+
+def test_nobody_gets_the_port_of_a_group_between_its_choice_and_its_store() -> None:
+    sender = BroadcastSender(Export())
+    port = sender.free_port("127.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    plan = GroupPlan(
+        name="g", host="127.0.0.1", port=port, backend="gloo", members=(), ranks_per_engine=1
+    )
+    sender.open_group(plan, timeout_s=20)
+    socket.create_connection(("127.0.0.1", port), timeout=20).close()  # the store listens
+    assert sender._port is None
+    sender.abort()
+
+
+def test_a_port_that_no_group_came_for_is_let_go() -> None:
+    sender = BroadcastSender(Export())
+    sender.free_port("127.0.0.1")
+    first = sender._port
+    sender.free_port("127.0.0.1")
+    assert first is not None
+    assert first._socket is None
+    assert sender._port is not first
 
 
 @pytest.mark.parametrize(("keep_bytes", "walks"), [(48, 1), (47, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from typing import Any
 
 CONTRACT = 1
@@ -12,7 +13,7 @@ _OPEN = ("/health", "/health_generate", "/freeze_gc")
 """Probes, and what the server asks of itself once it is up: it does not know the key."""
 
 
-def add_front(http: Any, api_key: str | None) -> None:
+def add_front(http: Any, api_key: str | None, serving: Callable[[], Any]) -> None:
     """Add ``GET /milepost`` and, with a key, the check of it.
 
     The key is not given to the server itself, which prints its arguments and answers them.
@@ -20,6 +21,7 @@ def add_front(http: Any, api_key: str | None) -> None:
     Args:
         http: module ``sglang.srt.entrypoints.http_server``.
         api_key: bearer token of every call but /health*; None: none.
+        serving: gives the uvicorn server that answers, whose settings are the ones in force.
     """
     app = http.app
 
@@ -33,6 +35,7 @@ def add_front(http: Any, api_key: str | None) -> None:
             "hash": "mix64" if on_gpu else "sha256",
             "shares": "cuda" if on_gpu else "none",
             "flat_broadcast": True,
+            "keepalive_s": serving().config.timeout_keep_alive,
         }
 
     app.get("/milepost")(milepost)

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -29,20 +30,26 @@ def main() -> None:
     with os.fdopen(int(sys.argv[1]), "wb") as tells:
         tells.write(json.dumps({"port": port}).encode() + b"\n")
     _load_model_code(order["model_path"], trust=order["trust_remote_code"])
-    _serve_on(listener)
+    serving = _serve_on(listener)
 
     server_args: Any = import_module("sglang.srt.server_args")
     launcher: Any = import_module("sglang.launch_server")
     http: Any = import_module("sglang.srt.entrypoints.http_server")
     plugins: Any = import_module("sglang.srt.plugins")
+    from runtime.engines.held_port import HeldPort
+    from runtime.engines.sglang.inside.folders import hook_folders
     from runtime.engines.sglang.inside.front import add_front
     from runtime.engines.sglang.inside.pauses import hook_pauses
 
     plugins.load_plugins()
-    hook_pauses(import_module("sglang.srt.managers.tokenizer_manager"))
-    add_front(http, order["api_key"])
-    args = [*order["args"], "--host", order["host"], "--port", str(port)]
-    launcher.run_server(server_args.prepare_server_args(args))
+    manager = import_module("sglang.srt.managers.tokenizer_manager")
+    hook_pauses(manager)
+    hook_folders(manager)
+    add_front(http, order["api_key"], serving)
+    with HeldPort() as store:  # a child listens on it, much later
+        args = [*order["args"], "--host", order["host"], "--port", str(port)]
+        args += ["--nccl-port", str(store.port)]
+        launcher.run_server(server_args.prepare_server_args(args))
 
 
 def _line() -> bytes:
@@ -79,15 +86,22 @@ def _load_model_code(model_path: str, *, trust: bool) -> None:
     transformers.AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
 
 
-def _serve_on(listener: socket.socket) -> None:
-    """Have the HTTP server take our socket instead of binding the port again."""
+def _serve_on(listener: socket.socket) -> Callable[[], Any]:
+    """Have the HTTP server take our socket instead of binding the port again.
+
+    Returns:
+        What gives that server, once it serves.
+    """
     uvicorn: Any = import_module("uvicorn")
     serve: Any = uvicorn.Server.serve
+    servers: list[Any] = []
 
     async def on_listener(self: Any, sockets: Any = None) -> None:
+        servers.append(self)
         await serve(self, sockets=sockets or [listener])
 
     uvicorn.Server.serve = on_listener
+    return lambda: servers[-1]
 
 
 if __name__ == "__main__":
