@@ -24,7 +24,7 @@ def beaker_document(submission: Submission) -> dict[str, Any]:
     launch = spec.launch
     document: dict[str, Any] = {
         "version": "v2",
-        "description": f"{spec.name}, attempt {submission.payload.attempt}",
+        "description": f"{spec.name}, attempt {submission.payload.attempt}, {submission.mark}",
         "tasks": [_task(submission)],
     }
     if launch.budget is not None:

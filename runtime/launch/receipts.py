@@ -35,6 +35,7 @@ class LaunchReceipt(BaseModel):
     job: str | None = None
     """The scheduler's id; None: the answer was lost, or has not come yet."""
     spec_digest: str
+    """Its first 16 digits only, where the job follows another run file of the same training."""
     training_digest: str
     image: str | None
     image_revision: str | None = None
@@ -80,6 +81,10 @@ class Receipts:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{receipt.key}.json"
         atomic.write_bytes(path, receipt.model_dump_json(indent=1).encode() + b"\n", durable=True)
+
+    def remove(self, receipt: LaunchReceipt) -> None:
+        """Take a receipt back: nothing of ours runs under its name. Idempotent."""
+        (self.folder / f"{receipt.key}.json").unlink(missing_ok=True)
 
     def read(self, run: str, root: Path, attempt: int) -> LaunchReceipt | None:
         """The receipt of an attempt; None where there is none, or it cannot be read."""

@@ -51,12 +51,12 @@ def beaker(
     server.canceled.clear()
     server.num_posts = 0
     yield server
-    server.hang_s, server.lose_answers = 0.0, 0
+    server.released.set()
+    server.lose_answers = 0
 
 
 def sender(deadline_s: float = 30.0) -> Sender:
-    backend = beaker_backend(WORKSPACE)
-    backend._deadline_s = deadline_s
+    backend = beaker_backend(WORKSPACE, deadline_s=deadline_s)
     return Sender(backend=backend, image=IMAGE, revision="c0ffee", dirty=True)
 
 
@@ -95,12 +95,12 @@ def test_a_lost_answer_is_settled_by_name(beaker: FakeBeaker, loaded: LoadedRun)
 
 
 def test_a_server_that_hangs_is_left_at_the_deadline(beaker: FakeBeaker, loaded: LoadedRun) -> None:
-    beaker.hang_s = 3.0
+    beaker.released.clear()
     with pytest.raises(ServiceUnavailable, match=r"within 0\.5 s"):
         submit_run(loaded, sender(deadline_s=0.5))
     (receipt,) = Receipts().of_root(loaded.spec.output.root)
     assert receipt.job is None  # the key was written before the call
-    beaker.hang_s = 0.0
+    beaker.released.set()
     assert submit_run(loaded, sender()).attempt == 1
 
 
