@@ -17,6 +17,7 @@ from typing import Self
 from configs.run import RunSpec
 from configs.runtime_lock import read_lock
 from runtime.errors import ConfigError, GroupIncomplete, PreflightFailed
+from runtime.launch.preflight import corrected
 from runtime.launch.rendezvous import Head, Rendezvous, Replica, host_of, new_nonce
 from runtime.launch.submission import Payload
 from runtime.rundir import history
@@ -79,7 +80,9 @@ def lead(group: Group, attempt: AttemptDir, payload: Payload) -> dict[str, str]:
     return {GROUP_ADDRESS: mine.address}
 
 
-def serve(group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[str, str]) -> int:
+def serve(
+    group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[str, str | None]
+) -> int:
     """Any other rank: join the leader's Ray and stay until the attempt has ended.
 
     Returns:
@@ -97,7 +100,7 @@ def serve(group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[
     follower = _Follower(attempt, meeting, head)
     signal.signal(signal.SIGTERM, follower.on_signal)
     return follower.run(
-        _raylet(head, mine, spec.launch.gpus_per_replica), {**os.environ, **settled}
+        _raylet(head, mine, spec.launch.gpus_per_replica), corrected(os.environ, settled)
     )
 
 
