@@ -50,9 +50,10 @@ class LaunchReceipt(BaseModel):
     """What the job got because of its cluster."""
     requested_gpus: int = 0
     active_gpus: int | None = None
-    """GPUs of the replicas that run; None before a job event told."""
+    """GPUs of the replicas, the most that ran at once; None before a job event told."""
     allocated_gpus: int | None = None
-    """GPU slots that are paid for: a large memory request can take more than were asked for."""
+    """GPU slots that were paid for at once: a large memory request can take more than were asked
+    for."""
     time: float
     """Seconds since the Unix epoch, of the first writing."""
     detail: dict[str, Any] = Field(default_factory=dict)
@@ -81,6 +82,26 @@ class Receipts:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{receipt.key}.json"
         atomic.write_bytes(path, receipt.model_dump_json(indent=1).encode() + b"\n", durable=True)
+
+    def note_gpus(
+        self, receipt: LaunchReceipt, *, active: int | None, allocated: int | None
+    ) -> LaunchReceipt:
+        """Keep the most that job events told about GPUs: replicas come and go one by one. Idempotent.
+
+        Args:
+            receipt: as it was read.
+            active: GPUs of the replicas that run; None: not told.
+            allocated: GPU slots that are paid for; None: not told.
+
+        Returns:
+            The receipt as it stands now.
+        """
+        told = {"active_gpus": active, "allocated_gpus": allocated}
+        most = {k: max(v, getattr(receipt, k) or 0) for k, v in told.items() if v is not None}
+        noted = receipt.model_copy(update=most)
+        if noted != receipt:
+            self.write(noted)
+        return noted
 
     def remove(self, receipt: LaunchReceipt) -> None:
         """Take a receipt back: nothing of ours runs under its name. Idempotent."""

@@ -250,7 +250,13 @@ def _send(submission: Submission, sender: Sender) -> Launch:
     detail = dict(submitted.detail)
     if submitted.url is not None:
         detail["url"] = submitted.url
-    known = {"job": submitted.job, "detail": detail, "spec_digest": theirs or receipt.spec_digest}
+    known = {
+        "job": submitted.job,
+        "detail": detail,
+        "spec_digest": theirs or receipt.spec_digest,
+        "active_gpus": before.active_gpus if before else None,
+        "allocated_gpus": before.allocated_gpus if before else None,
+    }
     sender.receipts.write(receipt.model_copy(update=known))
     how = "attached" if submitted.was_there else "started"
     notice = submitted.url or ""

@@ -130,11 +130,20 @@ def test_a_preempted_attempt_is_submitted_again_under_the_next_number(
     fill(beaker, [job(RUNNING, rank=rank, size=3, gpus=8, slots=8) for rank in range(3)])
     standing = watcher.look(1)
     assert (standing.kind, standing.active_gpus) == (AttemptClass.RUNNING, 24)
+    # A slot more than was asked for, since the memory asked for took it; kept once it is over.
+    fill(beaker, [job(RUNNING, rank=rank, size=3, gpus=8, slots=9) for rank in range(3)])
+    watcher.look(1)
+    fill(beaker, [job(RUNNING, rank=0, size=3, gpus=8, slots=9)])
+    watcher.look(1)
     assert watcher.decide(1, standing).what == "wait"
     fill(beaker, [job(CANCELED, rank=rank, size=3, code=1 if rank else 9) for rank in range(3)])
     standing = watcher.look(1)
     decision = watcher.decide(1, standing)
     assert (standing.kind, decision.what) == (AttemptClass.PREEMPTED, "again")
+    assert submit_run(loaded, by).how == "attached"
+    kept = watcher.receipt(1)
+    assert kept is not None
+    assert (kept.requested_gpus, kept.active_gpus, kept.allocated_gpus) == (24, 24, 27)
     again = submit_run(loaded, by, reason=decision.why, lost_attempt=1)
     assert (again.how, again.attempt, beaker.num_posts) == ("started", 2, 2)
     plan = make_plan(loaded)
@@ -198,6 +207,7 @@ def test_the_status_command_shows_ranks_and_what_is_off(
         build_app(["status"]), ["status", str(PRESETS / "three-node.toml")]
     )
     assert "attempt 1 at beaker: running" in told.stdout
+    assert "GPUs: 24 requested, 0 active, 0 paid for" in told.stdout
     assert "rank 1" in told.stdout
     assert "live replicas are of 2 groups" in told.stdout
 
