@@ -86,7 +86,7 @@ class Receipts:
     def note_gpus(
         self, receipt: LaunchReceipt, *, active: int | None, allocated: int | None
     ) -> LaunchReceipt:
-        """Keep the most that job events told about GPUs: replicas come and go one by one. Idempotent.
+        """Keep the most that job events told about GPUs; replicas come and go. Idempotent.
 
         Args:
             receipt: as it was read.
