@@ -11,6 +11,7 @@ from configs.run import RunSpec
 from runtime.launch.submission import ENTRY, Submission
 
 RESULTS = "/output"
+"""What is left there stays with the job."""
 TASK = "main"
 _NANOSECONDS = 1_000_000_000
 _RETRIES = 10

@@ -15,6 +15,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.errors import ConfigError, LaunchRefused
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
 from runtime.launch.backend import LaunchBackend, Submitted
+from runtime.launch.beaker_document import RESULTS
 from runtime.launch.freezing import expected_counts, lease_for
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import Payload, Submission, owned_names
@@ -135,6 +136,7 @@ def submission_of(
         env=dict(spec.launch.env),
         lease_s=lease_for(root, is_remote=True),
         expected=expected_counts(spec, plan),
+        results=RESULTS if claim.launcher == "beaker" else None,
         ray=_ray_of(claim.launcher, spec.launch.replicas),
         reason=reason,
     )
