@@ -85,6 +85,7 @@ def test_a_lost_node_interrupts_the_attempt_and_the_next_one_completes_the_run(
     assert newest is not None
     assert (newest.attempt, newest.epoch) == (2, 2)
     assert newest.restored_update >= seen
+    run.until(lambda: not run.processes(), "all processes to leave", attach=False)
     assert_whole(run, updates=30)
     receipts = Receipts(tmp_path / "receipts").of_root(run.root.path)
     assert [(r.attempt, r.backend) for r in receipts] == [(1, "ray"), (2, "ray")]

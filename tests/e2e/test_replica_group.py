@@ -93,6 +93,7 @@ def test_a_lost_replica_interrupts_the_attempt_and_the_next_group_completes_the_
     second = scheduler.group(2)
     assert second is not None
     assert [process.wait(60) for process in second.processes] == [0, 0]
+    run.until(lambda: not run.processes(), "all processes to leave", attach=False)
     assert_whole(run, updates=UPDATES)
     receipts = Receipts(tmp_path / "receipts").of_root(run.root.path)
     assert [(r.attempt, r.backend) for r in receipts] == [(1, "beaker"), (2, "beaker")]
