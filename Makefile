@@ -50,7 +50,7 @@ $(STAMP_SGLANG): constraints-sglang.txt
 	touch $(STAMP_SGLANG)
 
 test-cluster: $(STAMP)
-	$(BIN)/python -m pytest -m cluster tests/e2e/test_ray_cluster.py
+	$(BIN)/python -m pytest -m cluster tests/e2e
 
 # The contract suite, deaths and the laptop task on the real SGLang server. Nothing in it skips.
 test-sglang: $(STAMP) $(STAMP_SGLANG)

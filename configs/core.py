@@ -39,7 +39,9 @@ class Core(Section):
     data: int | None = Field(default=None, ge=1)
     """Data-parallel size. Absent: what is left of the trainer's GPUs; 1 on CPU."""
     attention_backend: AttentionBackend = "auto"
-    """Attention kernel; `auto` is settled by cluster profile or GPU, SDPA on CPU."""
+    """What every GPU of the job must be able to run, or the preflight ends the start; `auto` is
+    settled by cluster profile or GPU. Torch chooses the trainer's kernel among what there is,
+    the engine its own (`rollout.engine_args`)."""
     max_tokens_per_gpu: int = Field(default=16384, ge=1)
     """Tokens of a packed micro-batch per rank; with `context` > 1 a sequence may fill several."""
     packing: Literal["tokens", "flops", "expert_aware"] = "tokens"

@@ -39,7 +39,7 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
 
 
 def settle_attention(spec: RunSpec, profile: ClusterProfile | None) -> tuple[str, str]:
-    """Attention backend of trainer and engines; ``auto`` where only the job can see its GPU."""
+    """What the job's GPUs must be able to run; ``auto`` where only the job can see its GPU."""
     chosen = spec.core.attention_backend
     if chosen != "auto":
         return chosen, "set"

@@ -116,8 +116,8 @@ def submit(run: Run, *, reason: str = "start", lost_attempt: int | None = None) 
 def watch(run: Run, attempt: int) -> Watched:
     """The attempt is over, and it is decided what follows.
 
-    One whose hardware was taken away ends this task as failed, as what it was: the flow goes on
-    from it where the run file lets it.
+    One whose hardware was taken away is an answer like any other: the flow goes on from it where
+    the run file lets it.
     """
     watcher = Watcher(run.loaded, run.sender)
     last: tuple[AttemptClass, str] | None = None

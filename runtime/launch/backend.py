@@ -20,6 +20,9 @@ class Submitted:
     """The attempt had been submitted before: a lost answer, or a rival of the same attempt."""
     url: str | None = None
     """Where a person looks at it."""
+    mark: str | None = None
+    """``Submission.mark`` of what stands there under the name, where ``was_there``; None where the
+    job does not say."""
     detail: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

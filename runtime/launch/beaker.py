@@ -7,6 +7,7 @@ left behind at our deadline.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import Submission
 
 CALL_DEADLINE_S = 60.0
+_MARK = re.compile(r"\b[0-9a-f]{16}\.[0-9a-f]{16}\b")
+"""``Submission.mark``, in an experiment's description."""
 T = TypeVar("T")
 
 
@@ -65,7 +68,6 @@ class BeakerLaunch:
 
     def submit(self, submission: Submission) -> Submitted:
         """See LaunchBackend. A name that is taken is our own earlier call, or a rival's."""
-        from beaker import BeakerExperimentSpec
         from beaker.exceptions import BeakerExperimentConflict
 
         key, document = submission.key, self.render(submission)
@@ -73,8 +75,8 @@ class BeakerLaunch:
             return self._submitted(standing, was_there=True)
 
         def create(client: Any) -> Any:
-            spec = BeakerExperimentSpec.from_json(document)
-            return client.experiment.create(spec=spec, name=key, workspace=self._place(client))
+            place = self._place(client)
+            return client.experiment.create(spec=_spec(document), name=key, workspace=place)
 
         try:
             return self._submitted(self._call("create an experiment", create))
@@ -121,7 +123,13 @@ class BeakerLaunch:
 
     def _submitted(self, workload: Any, *, was_there: bool = False) -> Submitted:
         url = self._call("name an experiment", lambda client: client.workload.url(workload))
-        return Submitted(job=workload.experiment.id, was_there=was_there, url=url)
+        said = _MARK.search(workload.experiment.description)
+        return Submitted(
+            job=workload.experiment.id,
+            was_there=was_there,
+            url=url,
+            mark=said[0] if said else None,
+        )
 
     def _find(self, key: str) -> Any:
         def find(client: Any) -> Any:
@@ -166,6 +174,23 @@ class BeakerLaunch:
             raise _of_wire(error, what) from error
 
 
+def _spec(document: Mapping[str, Any]) -> Any:
+    """The client's own object of a document; refused unless it says the same.
+
+    The client drops what it does not know, and renames the fields of a mount's source unless that
+    is an object of its own.
+    """
+    from beaker import BeakerDataSource, BeakerExperimentSpec
+
+    spec: Any = BeakerExperimentSpec.from_json(dict(document))
+    for mount in (mount for task in spec.tasks for mount in task.datasets or ()):
+        if isinstance(mount.source, dict):
+            mount.source = BeakerDataSource(**mount.source)
+    if spec.to_json() != document:
+        raise LaunchRefused("the Beaker client does not send this document as it is: update it")
+    return spec
+
+
 def _of_wire(error: Exception, what: str) -> Exception:
     """Errors of gRPC and requests, which the client lets through as they are."""
     import grpc
@@ -182,14 +207,22 @@ def _of_wire(error: Exception, what: str) -> Exception:
 
 
 def beaker_backend(
-    workspace: str | None, *, environ: Mapping[str, str] = os.environ
+    workspace: str | None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    deadline_s: float = CALL_DEADLINE_S,
 ) -> BeakerLaunch:
     """The backend with the credentials of this user (BEAKER_TOKEN, or Beaker's own config file).
+
+    Args:
+        workspace: None takes the client's.
+        environ: not read: the client reads the process's own.
+        deadline_s: of every call.
 
     Raises:
         ConfigError: when the first call is made, if Beaker's client is not installed.
     """
-    del environ  # the client reads the process's own
+    del environ
 
     def connect() -> Any:
         try:
@@ -200,4 +233,4 @@ def beaker_backend(
             ) from error
         return Beaker.from_env(check_for_upgrades=False, default_workspace=workspace)
 
-    return BeakerLaunch(connect, workspace=workspace)
+    return BeakerLaunch(connect, workspace=workspace, deadline_s=deadline_s)

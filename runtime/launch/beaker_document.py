@@ -11,6 +11,7 @@ from configs.run import RunSpec
 from runtime.launch.submission import ENTRY, Submission
 
 RESULTS = "/output"
+"""What is left there stays with the job."""
 TASK = "main"
 _NANOSECONDS = 1_000_000_000
 _RETRIES = 10
@@ -24,7 +25,7 @@ def beaker_document(submission: Submission) -> dict[str, Any]:
     launch = spec.launch
     document: dict[str, Any] = {
         "version": "v2",
-        "description": f"{spec.name}, attempt {submission.payload.attempt}",
+        "description": f"{spec.name}, attempt {submission.payload.attempt}, {submission.mark}",
         "tasks": [_task(submission)],
     }
     if launch.budget is not None:

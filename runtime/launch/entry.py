@@ -93,10 +93,12 @@ def keep_code(attempt: AttemptDir, environ: Mapping[str, str]) -> dict[str, str]
     return {"PYTHONPATH": os.pathsep.join((str(code), *others))}
 
 
-def become_guard(attempt: AttemptDir, settled: Mapping[str, str]) -> None:
+def become_guard(attempt: AttemptDir, settled: Mapping[str, str | None]) -> None:
     """Replace this process by the guard: the scheduler's signals reach it, and its exit is ours."""
     argv = [sys.executable, "-m", "runtime.session.guard", str(attempt.path)]
-    env = {**os.environ, **settled}
+    from runtime.launch.preflight import corrected
+
+    env = corrected(os.environ, settled)
     for name in (PAYLOAD_VARIABLE, CODE_VARIABLE, _RAY_JOB_CONFIG):
         env.pop(name, None)
     sys.stdout.flush()
@@ -104,7 +106,7 @@ def become_guard(attempt: AttemptDir, settled: Mapping[str, str]) -> None:
     os.execve(sys.executable, argv, env)
 
 
-def _preflight(payload: Payload, environ: Mapping[str, str]) -> dict[str, str]:
+def _preflight(payload: Payload, environ: Mapping[str, str]) -> dict[str, str | None]:
     """The environment as corrected for this host; only jobs with GPUs are looked at."""
     from configs.plan import Plan
 

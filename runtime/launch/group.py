@@ -16,12 +16,14 @@ from typing import Self
 
 from configs.run import RunSpec
 from configs.runtime_lock import read_lock
-from runtime.errors import ConfigError, GroupIncomplete
+from runtime.errors import ConfigError, GroupIncomplete, PreflightFailed
+from runtime.launch.preflight import corrected
 from runtime.launch.rendezvous import Head, Rendezvous, Replica, host_of, new_nonce
 from runtime.launch.submission import Payload
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import AttemptDir
+from runtime.session.cluster import STORE_BYTES, ray_settings
 
 RANK, SIZE = "BEAKER_REPLICA_RANK", "BEAKER_REPLICA_COUNT"
 IMAGE = "MILEPOST_IMAGE"
@@ -78,7 +80,9 @@ def lead(group: Group, attempt: AttemptDir, payload: Payload) -> dict[str, str]:
     return {GROUP_ADDRESS: mine.address}
 
 
-def serve(group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[str, str]) -> int:
+def serve(
+    group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[str, str | None]
+) -> int:
     """Any other rank: join the leader's Ray and stay until the attempt has ended.
 
     Returns:
@@ -96,19 +100,34 @@ def serve(group: Group, attempt: AttemptDir, payload: Payload, settled: Mapping[
     follower = _Follower(attempt, meeting, head)
     signal.signal(signal.SIGTERM, follower.on_signal)
     return follower.run(
-        _raylet(head, mine, spec.launch.gpus_per_replica), {**os.environ, **settled}
+        _raylet(head, mine, spec.launch.gpus_per_replica), corrected(os.environ, settled)
     )
 
 
 def own_address() -> str:
-    """This host's address, as other hosts reach it: that of its route outwards, or its name's."""
+    """This host's address, as other hosts reach it.
+
+    That of its route outwards; without one, of its first interface that is up. Never its name's:
+    many hosts call themselves by a loopback address.
+
+    Raises:
+        PreflightFailed: if it has none but loopback.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Nothing is sent: connecting only lets the kernel choose a route.
             probe.connect(("198.51.100.1", 9))
             return probe.getsockname()[0]
         except OSError:
-            return socket.gethostbyname(socket.gethostname())
+            pass
+    import psutil
+
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses if name in up else ():
+            if each.family is socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    raise PreflightFailed("this replica has no address that another one could reach")
 
 
 def _replica(group: Group, spec: RunSpec, payload: Payload) -> Replica:
@@ -138,7 +157,7 @@ def _raylet(head: Head, mine: Replica, gpus: int) -> list[str]:
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
         f"--address={head.address}", f"--node-ip-address={mine.address}", f"--num-gpus={gpus}",
-        "--disable-usage-stats",
+        f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats",
     ]  # fmt: skip
 
 
@@ -161,7 +180,7 @@ class _Follower:
         """Lend the node until the end record, the leader's silence, or the grace."""
         raylet = subprocess.Popen(
             argv,
-            env={**environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self._token},
+            env={**environ, **ray_settings(Path(self._token))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd=Path("/"),

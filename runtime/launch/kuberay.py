@@ -9,13 +9,13 @@ from typing import Any, cast
 from configs.names import read_variable
 from runtime.errors import ConfigError, CredentialsRefused, LaunchRefused, ServiceUnavailable
 from runtime.launch.backend import Submitted
-from runtime.launch.kuberay_document import rayjob, schema_problems
+from runtime.launch.kuberay_document import MARK, rayjob, schema_problems
 from runtime.launch.receipts import LaunchReceipt
 from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import Submission
 
 GROUP, VERSION, PLURAL = "ray.io", "v1", "rayjobs"
-_CALL_S = 30.0
+CALL_DEADLINE_S = 30.0
 _DEPLOYMENT = {
     "Initializing": AttemptClass.STARTING,
     "Waiting": AttemptClass.STARTING,
@@ -42,6 +42,7 @@ class KubeRayLaunch:
         namespace: str = "default",
         queue: str | None = None,
         scheduler: str | None = None,
+        deadline_s: float = CALL_DEADLINE_S,
     ) -> None:
         """Prepare; nothing is sent.
 
@@ -50,11 +51,13 @@ class KubeRayLaunch:
             namespace: of Kubernetes.
             queue: see ``rayjob``.
             scheduler: see ``rayjob``.
+            deadline_s: of every call.
         """
         self._connect = connect
         self._namespace = namespace
         self._queue = queue
         self._scheduler = scheduler
+        self._deadline_s = deadline_s
         self._api: Any = None
 
     @property
@@ -82,11 +85,22 @@ class KubeRayLaunch:
 
     def submit(self, submission: Submission) -> Submitted:
         """See LaunchBackend. The API refuses a second object of one name."""
-        document = self.render(submission)
-        status, _ = self._call("create", body=document)
-        if status not in (201, 200, 202, 409):
-            raise LaunchRefused(f"Kubernetes answered {status} to the RayJob {submission.key}")
-        return Submitted(job=submission.key, was_there=status == 409)
+        key, lost = submission.key, None
+        try:
+            status, _ = self._call("create", body=self.render(submission))
+        except ServiceUnavailable as error:
+            status, lost = 409, error  # it may have been taken all the same
+        if status == 404:
+            raise LaunchRefused("this Kubernetes knows no RayJobs: is the KubeRay operator there?")
+        if status != 409:
+            return Submitted(job=key)
+        status, found = self._call("get", name=key)
+        if status == 404:
+            # Taken away between the two calls, or never taken: the same call again is safe.
+            raise lost or ServiceUnavailable(f"Kubernetes both has and lacks the RayJob {key}")
+        metadata = cast("dict[str, Any]", found.get("metadata") or {})
+        mark = cast("dict[str, str]", metadata.get("annotations") or {}).get(MARK)
+        return Submitted(job=key, was_there=True, mark=mark)
 
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
         """See LaunchBackend."""
@@ -112,7 +126,12 @@ class KubeRayLaunch:
         call = getattr(self._api, f"{verb}_namespaced_custom_object")
         try:
             answer = call(
-                GROUP, VERSION, self._namespace, PLURAL, _request_timeout=_CALL_S, **arguments
+                GROUP,
+                VERSION,
+                self._namespace,
+                PLURAL,
+                _request_timeout=self._deadline_s,
+                **arguments,
             )
         except ApiException as error:
             code = int(error.status or 0)
@@ -149,13 +168,17 @@ def classify(status: Mapping[str, Any]) -> AttemptStanding:
 
 
 def kuberay_backend(
-    cluster: str | None, *, environ: Mapping[str, str] = os.environ
+    cluster: str | None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    deadline_s: float = CALL_DEADLINE_S,
 ) -> KubeRayLaunch:
     """The backend of the current kubeconfig, or of the pod this runs in.
 
     Args:
         cluster: ``launch.cluster``, the context of the kubeconfig; None takes its current one.
         environ: ``MILEPOST_K8S_NAMESPACE``, ``MILEPOST_GANG_QUEUE``, ``MILEPOST_GANG_SCHEDULER``.
+        deadline_s: of every call.
     """
 
     def connect() -> Any:
@@ -165,18 +188,22 @@ def kuberay_backend(
             raise ConfigError(
                 "kubernetes is not installed: pip install 'milepost[launch]'"
             ) from error
+        settings = client.Configuration()
         try:
-            config.load_kube_config(context=cluster)
+            config.load_kube_config(context=cluster, client_configuration=settings)
         except config.ConfigException:
             try:
-                config.load_incluster_config()
+                config.load_incluster_config(client_configuration=settings)
             except config.ConfigException as error:
                 raise ConfigError(f"no Kubernetes is configured here: {error}") from error
-        return client.CustomObjectsApi()
+        # Its client would ask three times more, and so wait four times as long as it may.
+        settings.retries = False
+        return client.CustomObjectsApi(client.ApiClient(settings))
 
     return KubeRayLaunch(
         connect,
         namespace=read_variable("K8S_NAMESPACE", environ) or "default",
         queue=read_variable("GANG_QUEUE", environ),
         scheduler=read_variable("GANG_SCHEDULER", environ),
+        deadline_s=deadline_s,
     )

@@ -14,6 +14,8 @@ SCHEMA = Path(__file__).parent / "schemas" / "kuberay-rayjob-v1.schema.json.gz"
 _TTL_S = 3600
 """The finished cluster stays so long, for its logs."""
 _WORKERS = "nodes"
+MARK = "milepost.mark"
+"""Annotation: ``Submission.mark``."""
 
 
 def rayjob(
@@ -62,12 +64,13 @@ def rayjob(
         spec["activeDeadlineSeconds"] = int(launch.timeout)
     if scheduler == "kueue":
         spec["suspend"] = True
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": submission.key, "namespace": namespace, "labels": labels},
-        "spec": spec,
+    metadata = {
+        "name": submission.key,
+        "namespace": namespace,
+        "labels": labels,
+        "annotations": {MARK: submission.mark},
     }
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
 def schema_problems(document: dict[str, Any]) -> list[str]:

@@ -21,9 +21,11 @@ from runtime.launch.receipts import LaunchReceipt
 from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submission import CODE_VARIABLE, ENTRY, Submission
 
-_CALL_S = 20.0
-_SUBMIT_S = 90.0
-"""The job's environment is set up before the answer."""
+CALL_DEADLINE_S = 20.0
+_SUBMITS = 4.5
+"""So many deadlines of a call: the job's environment is set up before the answer."""
+MARK = "mark"
+"""In a job's metadata: ``Submission.mark``."""
 _RAW = {
     "PENDING": AttemptClass.PENDING,
     "RUNNING": AttemptClass.RUNNING,
@@ -44,6 +46,7 @@ class RayJobs:
         token: SecretStr | None = None,
         checkout: Path | None = None,
         metadata: Mapping[str, str] | None = None,
+        deadline_s: float = CALL_DEADLINE_S,
     ) -> None:
         """Prepare; nothing is sent.
 
@@ -52,11 +55,13 @@ class RayJobs:
             token: the cluster's; None: it has none.
             checkout: sent along where the run names no image; None: this Milepost's own.
             metadata: added to every job, for whoever looks at the dashboard.
+            deadline_s: of every call; what carries files or sets up a job gets longer.
         """
         self._address = address.rstrip("/")
         self._token = token
         self._checkout = checkout or Path(__file__).resolve().parents[2]
         self._metadata = dict(metadata or {})
+        self._deadline_s = deadline_s
         self._package: Package | None = None
 
     @property
@@ -78,7 +83,7 @@ class RayJobs:
                 **self._metadata,
                 "run": submission.spec.name,
                 "attempt": str(submission.payload.attempt),
-                "spec_digest": submission.payload.claim.spec_digest,
+                MARK: submission.mark,
             },
         }
 
@@ -96,17 +101,17 @@ class RayJobs:
     def submit(self, submission: Submission) -> Submitted:
         """See LaunchBackend. A lost answer is settled by looking for the job."""
         key = submission.key
-        if self._job(key) is not None:
-            return self._submitted(key, was_there=True)
+        if (job := self._job(key)) is not None:
+            return self._submitted(key, found=job)
         if submission.image is None:
             self._upload(self._packed())
         try:
-            self._send("POST", "/api/jobs/", json=self.render(submission), timeout_s=_SUBMIT_S)
+            self._send("POST", "/api/jobs/", json=self.render(submission), is_long=True)
         except (ServiceUnavailable, LaunchRefused):
             # It may have been taken all the same, or a rival was faster.
-            if self._job(key) is None:
+            if (job := self._job(key)) is None:
                 raise
-            return self._submitted(key, was_there=True)
+            return self._submitted(key, found=job)
         return self._submitted(key)
 
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
@@ -130,8 +135,14 @@ class RayJobs:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _submitted(self, key: str, *, was_there: bool = False) -> Submitted:
-        return Submitted(job=key, was_there=was_there, url=f"{self._address}/#/jobs/{key}")
+    def _submitted(self, key: str, *, found: Mapping[str, Any] | None = None) -> Submitted:
+        metadata = cast("Mapping[str, str]", (found or {}).get("metadata") or {})
+        return Submitted(
+            job=key,
+            was_there=found is not None,
+            url=f"{self._address}/#/jobs/{key}",
+            mark=metadata.get(MARK),
+        )
 
     def _job(self, key: str) -> dict[str, Any] | None:
         answer = self._send("GET", f"/api/jobs/{key}", may_miss=True)
@@ -145,7 +156,7 @@ class RayJobs:
     def _upload(self, package: Package) -> None:
         path = f"/api/packages/{_uri(package).replace('://', '/')}"
         if self._send("GET", path, may_miss=True).status_code == 404:
-            self._send("PUT", path, content=package.content, timeout_s=_SUBMIT_S)
+            self._send("PUT", path, content=package.content, is_long=True)
 
     def _send(
         self,
@@ -153,7 +164,7 @@ class RayJobs:
         path: str,
         *,
         may_miss: bool = False,
-        timeout_s: float = _CALL_S,
+        is_long: bool = False,
         **body: Any,
     ) -> httpx.Response:
         headers = {}
@@ -161,6 +172,7 @@ class RayJobs:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
         try:
             # Proxies of the surroundings are not asked: the token goes to the cluster alone.
+            timeout_s = self._deadline_s * (_SUBMITS if is_long else 1)
             with httpx.Client(timeout=timeout_s, trust_env=False) as client:
                 answer = client.request(method, self._address + path, headers=headers, **body)
         except httpx.HTTPError as error:

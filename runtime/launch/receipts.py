@@ -35,6 +35,7 @@ class LaunchReceipt(BaseModel):
     job: str | None = None
     """The scheduler's id; None: the answer was lost, or has not come yet."""
     spec_digest: str
+    """Its first 16 digits only, where the job follows another run file of the same training."""
     training_digest: str
     image: str | None
     image_revision: str | None = None
@@ -49,9 +50,10 @@ class LaunchReceipt(BaseModel):
     """What the job got because of its cluster."""
     requested_gpus: int = 0
     active_gpus: int | None = None
-    """GPUs of the replicas that run; None before a job event told."""
+    """GPUs of the replicas, the most that ran at once; None before a job event told."""
     allocated_gpus: int | None = None
-    """GPU slots that are paid for: a large memory request can take more than were asked for."""
+    """GPU slots that were paid for at once: a large memory request can take more than were asked
+    for."""
     time: float
     """Seconds since the Unix epoch, of the first writing."""
     detail: dict[str, Any] = Field(default_factory=dict)
@@ -80,6 +82,30 @@ class Receipts:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{receipt.key}.json"
         atomic.write_bytes(path, receipt.model_dump_json(indent=1).encode() + b"\n", durable=True)
+
+    def note_gpus(
+        self, receipt: LaunchReceipt, *, active: int | None, allocated: int | None
+    ) -> LaunchReceipt:
+        """Keep the most that job events told about GPUs; replicas come and go. Idempotent.
+
+        Args:
+            receipt: as it was read.
+            active: GPUs of the replicas that run; None: not told.
+            allocated: GPU slots that are paid for; None: not told.
+
+        Returns:
+            The receipt as it stands now.
+        """
+        told = {"active_gpus": active, "allocated_gpus": allocated}
+        most = {k: max(v, getattr(receipt, k) or 0) for k, v in told.items() if v is not None}
+        noted = receipt.model_copy(update=most)
+        if noted != receipt:
+            self.write(noted)
+        return noted
+
+    def remove(self, receipt: LaunchReceipt) -> None:
+        """Take a receipt back: nothing of ours runs under its name. Idempotent."""
+        (self.folder / f"{receipt.key}.json").unlink(missing_ok=True)
 
     def read(self, run: str, root: Path, attempt: int) -> LaunchReceipt | None:
         """The receipt of an attempt; None where there is none, or it cannot be read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -50,8 +50,8 @@ class SchedulerReport:
             "oddities": list(standing.oddities) if standing else [],
             "gpus": {
                 "requested": self.receipt.requested_gpus,
-                "active": standing.active_gpus if standing else None,
-                "allocated": standing.allocated_gpus if standing else None,
+                "active": self._gpus("active_gpus"),
+                "allocated": self._gpus("allocated_gpus"),
             },
         }  # fmt: skip
 
@@ -72,8 +72,14 @@ class SchedulerReport:
         if receipt.requested_gpus:
             yield (
                 f"  GPUs: {receipt.requested_gpus} requested, "
-                f"{_known(standing.active_gpus)} active, {_known(standing.allocated_gpus)} paid for"
+                f"{_known(self._gpus('active_gpus'))} active, "
+                f"{_known(self._gpus('allocated_gpus'))} paid for"
             )
+
+    def _gpus(self, name: Literal["active_gpus", "allocated_gpus"]) -> int | None:
+        """What the scheduler says now; of an attempt that is over, the most it ever said."""
+        now: int | None = getattr(self.standing, name, None)
+        return getattr(self.receipt, name) if now is None else now
 
 
 def report(root: RunRoot, spec: RunSpec | None = None) -> SchedulerReport | None:
@@ -83,7 +89,8 @@ def report(root: RunRoot, spec: RunSpec | None = None) -> SchedulerReport | None
         root: the run.
         spec: its run file; None takes the one frozen in the root.
     """
-    receipts = Receipts().of_root(root.path)
+    kept = Receipts()
+    receipts = kept.of_root(root.path)
     if not receipts:
         return None
     receipt = receipts[-1]
@@ -95,6 +102,9 @@ def report(root: RunRoot, spec: RunSpec | None = None) -> SchedulerReport | None
     except (OSError, ValidationError):
         problem = "the run file cannot be read from here: give the TOML file"
         return SchedulerReport(receipt=receipt, standing=None, problem=problem)
+    receipt = kept.note_gpus(
+        receipt, active=standing.active_gpus, allocated=standing.allocated_gpus
+    )
     end = end_of(_records(root), receipt.attempt)
     return SchedulerReport(receipt=receipt, standing=with_end(standing, end))
 

@@ -27,6 +27,7 @@ ENTRY = "runtime.launch.entry"
 """Module that a job starts."""
 _NOT_A_NAME = re.compile(r"[^a-z0-9-]+")
 _LONGEST_NAME = 40
+_MARK = 16
 
 
 class Payload(BaseModel):
@@ -80,6 +81,15 @@ class Submission:
     def key(self) -> str:
         """Names the attempt at the scheduler: run, output root and attempt number."""
         return attempt_key(self.spec.name, self.payload.root, self.payload.attempt)
+
+    @property
+    def mark(self) -> str:
+        """What runs, in one word: the beginnings of its spec digest and training digest.
+
+        It stands on the job, so that whoever finds one under our name knows whether it is ours.
+        """
+        claim = self.payload.claim
+        return f"{claim.spec_digest[:_MARK]}.{claim.training_digest[:_MARK]}"
 
     def environment(self) -> dict[str, str]:
         """The job's plain environment: the cluster's own, the run file's, and the payload.

@@ -12,13 +12,15 @@ from configs.plan import Plan, make_plan
 from configs.run import RunSpec
 from configs.runtime_lock import RuntimeLock
 from runtime.clock import Clock, SystemClock
-from runtime.errors import LaunchRefused
+from runtime.errors import ConfigError, LaunchRefused
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
-from runtime.launch.backend import LaunchBackend
+from runtime.launch.backend import LaunchBackend, Submitted
+from runtime.launch.beaker_document import RESULTS
 from runtime.launch.freezing import expected_counts, lease_for
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import Payload, Submission, owned_names
 from runtime.rundir.attempt import AttemptFile, Claim
+from runtime.rundir.claims import read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
 
@@ -82,7 +84,7 @@ def submit_run(
         lost_attempt=lost_attempt,
     )
     if attempt is None:
-        return launch
+        return _follow(launch, root, sender, made)
     return _send(made(launch.attempt), sender)
 
 
@@ -134,6 +136,7 @@ def submission_of(
         env=dict(spec.launch.env),
         lease_s=lease_for(root, is_remote=True),
         expected=expected_counts(spec, plan),
+        results=RESULTS if claim.launcher == "beaker" else None,
         ray=_ray_of(claim.launcher, spec.launch.replicas),
         reason=reason,
     )
@@ -213,16 +216,75 @@ def _next_by_receipts(sender: Sender, root: RunRoot, lost_attempt: int | None) -
     return last.attempt + 1 if last.attempt == lost_attempt else last.attempt
 
 
+def _follow(
+    launch: Launch, root: RunRoot, sender: Sender, made: Callable[[int], Submission]
+) -> Launch:
+    """Attached to what somebody else submitted: a receipt lets us see it through as well.
+
+    Until the job has begun its submitter may have died between claim and call: the same thing goes
+    out under the same name, and one of the two starts it.
+    """
+    attempt = root.attempt(launch.attempt)
+    submission = made(launch.attempt)
+    is_same = launch.how == "attached" and not launch.notice
+    if not is_same or read_claim(attempt).launcher != sender.backend.name:
+        return launch
+    if sender.receipts.read(submission.spec.name, root.path, launch.attempt) is not None:
+        return launch
+    if not attempt.attempt.exists():
+        return _send(submission, sender)
+    sender.receipts.write(_receipt(submission, sender).model_copy(update={"job": submission.key}))
+    return launch
+
+
 def _send(submission: Submission, sender: Sender) -> Launch:
     receipt = _receipt(submission, sender)
-    sender.receipts.write(receipt)
+    before = sender.receipts.read(receipt.run, submission.payload.root, receipt.attempt)
+    if before is None or before.job is None:
+        sender.receipts.write(receipt)
     submitted = sender.backend.submit(submission)
+    try:
+        theirs = _other_run_file(submission, submitted)
+    except ConfigError:
+        if before is None or before.job is None:
+            sender.receipts.remove(receipt)
+        raise
     detail = dict(submitted.detail)
     if submitted.url is not None:
         detail["url"] = submitted.url
-    sender.receipts.write(receipt.model_copy(update={"job": submitted.job, "detail": detail}))
+    known = {
+        "job": submitted.job,
+        "detail": detail,
+        "spec_digest": theirs or receipt.spec_digest,
+        "active_gpus": before.active_gpus if before else None,
+        "allocated_gpus": before.allocated_gpus if before else None,
+    }
+    sender.receipts.write(receipt.model_copy(update=known))
     how = "attached" if submitted.was_there else "started"
-    return Launch(how=how, attempt=receipt.attempt, notice=submitted.url or "")
+    notice = submitted.url or ""
+    if theirs is not None:
+        notice = f"attempt {receipt.attempt} goes on with its own run file; {notice}"
+    return Launch(how=how, attempt=receipt.attempt, notice=notice)
+
+
+def _other_run_file(submission: Submission, submitted: Submitted) -> str | None:
+    """The beginning of its digest, where the job that stands under our name follows another one.
+
+    Raises:
+        ConfigError: if that is another training.
+    """
+    if not submitted.was_there or submitted.mark in (None, submission.mark):
+        return None
+    (spec, _, training), asked = submitted.mark.partition("."), submission.mark.partition(".")[2]
+    if training != asked:
+        raise ConfigError(
+            f"{submission.key} is there and trains something else (training digest {training}, "
+            f"asked for {asked}): give the new training another output.root, or stop that one",
+            attempt=submission.payload.attempt,
+            live=training,
+            asked=asked,
+        )
+    return spec
 
 
 def _receipt(submission: Submission, sender: Sender) -> LaunchReceipt:

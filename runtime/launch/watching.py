@@ -85,6 +85,8 @@ class Watcher:
     def look(self, attempt: int) -> AttemptStanding:
         """Where an attempt stands: its scheduler's word, and its own last one.
 
+        What the scheduler tells of its GPUs is kept in the receipt.
+
         Raises:
             ServiceUnavailable: if the scheduler does not answer.
         """
@@ -97,7 +99,11 @@ class Watcher:
             return AttemptStanding(
                 kind=AttemptClass.STOPPED, raw="no receipt", reason="submitted from elsewhere"
             )
-        return with_end(self._sender.backend.look(receipt), end)
+        standing = self._sender.backend.look(receipt)
+        self._sender.receipts.note_gpus(
+            receipt, active=standing.active_gpus, allocated=standing.allocated_gpus
+        )
+        return with_end(standing, end)
 
     def decide(self, attempt: int, standing: AttemptStanding) -> Decision:
         """What follows; see ``decide``."""

@@ -86,6 +86,8 @@ class AttemptFile(_File):
     ray: Literal["own", "group", "job"] = "own"
     """The session's Ray: its own; its own, joined by the other replicas; or the one whose job the
     guard is."""
+    results: str | None = None
+    """Folder that the scheduler keeps when the job is over; None: it has none."""
     reason: str = "start"
     """Why this attempt is made; goes into the epoch record."""
 

@@ -19,10 +19,29 @@ from typing import Protocol
 from runtime.errors import SessionLost
 from runtime.session.nodes import Nodes
 
-_MIB = 1024 * 1024
+STORE_BYTES = 128 * 2**20
+"""Ray's object store on a node: commands and small answers go through it, weights never do."""
 _START_DEADLINE_S = 120.0
 _STORE_LOST_S = 10
 _STOP_DEADLINE_S = 30.0
+
+
+def ray_settings(token: Path) -> dict[str, str]:
+    """Variables of every Ray process of an attempt's own Ray, on whichever node.
+
+    Args:
+        token: file with the cluster's token.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_DEDUP_LOGS": "0",
+        # The control store comes back to nobody: its loss is known after this.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_STORE_LOST_S),
+    }
 
 
 def set_environment(folder: Path) -> None:
@@ -33,16 +52,7 @@ def set_environment(folder: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update(
-        RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN_PATH=str(token),
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_DISABLE_DOCKER_CPU_WARNING="1",
-        RAY_memory_monitor_refresh_ms="0",
-        RAY_DEDUP_LOGS="0",
-        # The control store of one node comes back to nobody: its loss is known after this.
-        RAY_gcs_rpc_server_reconnect_timeout_s=str(_STORE_LOST_S),
-    )
+    os.environ.update(ray_settings(token))
 
 
 class SessionRay(Protocol):
@@ -117,7 +127,7 @@ class LocalRay:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                object_store_memory=128 * _MIB,
+                object_store_memory=STORE_BYTES,
                 _temp_dir=str(self._folder / "ray"),
                 _node_ip_address="127.0.0.1",
             )

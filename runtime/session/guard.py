@@ -20,7 +20,7 @@ from types import FrameType
 from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError, StoreError
-from runtime.rundir import atomic, enter, history, workflow
+from runtime.rundir import atomic, enter, history, results, workflow
 from runtime.rundir.attempt import AttemptFile, GuardFile, Outcome
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
@@ -375,7 +375,17 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     fill_empty_root(attempt)
-    return guard.run()
+    status = guard.run()
+    if status != EXIT_NOT_OWNER:
+        keep_results(attempt)
+    return status
+
+
+def keep_results(attempt: AttemptDir) -> None:
+    """Leave the story where the scheduler keeps results, if the attempt has such a folder."""
+    folder = AttemptFile.read(attempt).results
+    if folder is not None:
+        results.keep(attempt, Path(folder))
 
 
 def _unrestorable(epoch: EpochRecord, problem: StoreError, now: float) -> Outcome:

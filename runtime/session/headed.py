@@ -7,6 +7,7 @@ alive. Nothing starts before all of them are there.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ from configs.topology import Topology
 from runtime.errors import GroupIncomplete
 from runtime.launch.rendezvous import BEAT_S, Head, Rendezvous
 from runtime.rundir.layout import AttemptDir
+from runtime.session.cluster import STORE_BYTES
 from runtime.session.joined import JoinedRay
-
-_MIB = 2**20
 
 
 class HeadRay(JoinedRay):
@@ -62,6 +62,7 @@ class HeadRay(JoinedRay):
             num_cpus=os.cpu_count() or 1,
             num_gpus=self._topology.gpus_per_replica,
             include_dashboard=False,
+            object_store_memory=STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
             _temp_dir=str(self._scratch / "ray"),
@@ -77,6 +78,8 @@ class HeadRay(JoinedRay):
     def _disconnect(self) -> None:
         self._beating.set()
         super()._disconnect()
+        self._token.unlink(missing_ok=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _share_token(self) -> None:
         """The cluster's token for the other replicas: a file of this user alone, for this epoch."""

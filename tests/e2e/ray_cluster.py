@@ -1,8 +1,4 @@
-"""A real Ray cluster of several nodes on one machine: a network namespace each, where root allows.
-
-Nodes then have addresses of their own, so that whatever listens on loopback, or takes the host's
-name for its address, is found out. Elsewhere the nodes share the host, as Ray's own tests do.
-"""
+"""A real Ray cluster of several nodes on one machine, on hosts of their own where root allows."""
 
 from __future__ import annotations
 
@@ -21,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.e2e.namespaces import Network, network
+
 _START_S = 240
 _CPUS = 4
 
@@ -29,18 +27,11 @@ _CPUS = 4
 class Node:
     """One raylet, or the head with its raylet."""
 
-    address: str
-    namespace: str | None
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
         """End the node as a power failure does, the actors on it included."""
-        tree = [*psutil.Process(self.process.pid).children(recursive=True)]
-        for each in (psutil.Process(self.process.pid), *tree):
-            with contextlib.suppress(psutil.Error):
-                each.kill()
-        self.process.wait(30)
-        psutil.wait_procs(tree, timeout=30)
+        kill_tree(self.process)
 
 
 @dataclass
@@ -48,14 +39,16 @@ class RayCluster:
     """A head and its workers; ends what it started."""
 
     folder: Path
-    prefix: str
-    has_namespaces: bool
+    network: Network
     nodes: list[Node] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+
+    @property
+    def has_namespaces(self) -> bool:
+        return self.network.is_real
 
     @property
     def head(self) -> str:
-        return self._address(0)
+        return self.network.address(0)
 
     @property
     def url(self) -> str:
@@ -63,16 +56,13 @@ class RayCluster:
 
     def add(self) -> Node:
         """Start one more node; the first is the head."""
-        number = len(self.names)
-        name = f"{self.prefix}{number}"
-        self.names.append(name)
-        if self.has_namespaces:
-            self._make_namespace(name, number)
+        number = self.network.add()
         log = (self.folder / f"node-{number}.log").open("wb")
         process = subprocess.Popen(
-            [*self._within(name), sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
-             f"--node-ip-address={self._address(number)}", f"--num-cpus={_CPUS}", "--num-gpus=0",
-             "--object-store-memory=134217728", "--disable-usage-stats", *self._role(number)],
+            [*self.network.within(number), sys.executable, "-m", "ray.scripts.scripts", "start",
+             "--block", f"--node-ip-address={self.network.address(number)}",
+             f"--num-cpus={_CPUS}", "--num-gpus=0", "--object-store-memory=134217728",
+             "--disable-usage-stats", *self._role(number)],
             env=self._environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -80,7 +70,7 @@ class RayCluster:
             cwd=self.folder,
         )  # fmt: skip
         log.close()
-        node = Node(self._address(number), name if self.has_namespaces else None, process)
+        node = Node(process)
         self.nodes.append(node)
         if number == 0:
             self._wait_for_head(node)
@@ -128,45 +118,23 @@ class RayCluster:
                 assert time.monotonic() < until, log
                 time.sleep(0.5)
 
-    def _address(self, number: int) -> str:
-        return f"10.83.0.{number + 1}" if self.has_namespaces else "127.0.0.1"
-
     def _port(self, port: int) -> int:
         return port if self.has_namespaces else port + 11000
-
-    def _within(self, name: str) -> list[str]:
-        return ["ip", "netns", "exec", name] if self.has_namespaces else []
-
-    def _make_namespace(self, name: str, number: int) -> None:
-        for line in (
-            f"ip netns add {name}",
-            f"ip link add {name}v type veth peer name eth0 netns {name}",
-            f"ip link set {name}v master {self.prefix}b up",
-            f"ip -n {name} addr add {self._address(number)}/24 dev eth0",
-            f"ip -n {name} link set eth0 up",
-            f"ip -n {name} link set lo up",
-        ):
-            subprocess.run(line.split(), check=True)
 
     def close(self) -> None:
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill()
-        if self.has_namespaces:
-            for name in self.names:
-                subprocess.run(["ip", "netns", "del", name], check=False)
-            subprocess.run(["ip", "link", "del", f"{self.prefix}b"], check=False)
 
 
-def may_make_namespaces() -> bool:
-    """Whether this user may; tried, since a container can forbid it to root."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    name = f"mp{os.getpid()}x"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "del", name], check=False)
-    return made.returncode == 0
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL of a process and all that it started, and their end."""
+    tree = [*psutil.Process(process.pid).children(recursive=True)]
+    for each in (psutil.Process(process.pid), *tree):
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    process.wait(30)
+    psutil.wait_procs(tree, timeout=30)
 
 
 @contextmanager
@@ -175,16 +143,12 @@ def running(nodes: int) -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="mpc"))
     (folder / "token").write_text("0123456789abcdef" * 4)
     (folder / "token").chmod(0o600)
-    cluster = RayCluster(folder, f"mp{os.getpid()}n", may_make_namespaces())
-    try:
-        if cluster.has_namespaces:
-            bridge = f"{cluster.prefix}b"
-            subprocess.run(f"ip link add {bridge} type bridge".split(), check=True)
-            subprocess.run(f"ip addr add 10.83.0.254/24 dev {bridge}".split(), check=True)
-            subprocess.run(f"ip link set {bridge} up".split(), check=True)
-        for _ in range(nodes):
-            cluster.add()
-        yield cluster
-    finally:
-        cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with network(f"mp{os.getpid()}n", "10.83.0") as hosts:
+        cluster = RayCluster(folder, hosts)
+        try:
+            for _ in range(nodes):
+                cluster.add()
+            yield cluster
+        finally:
+            cluster.close()
+            shutil.rmtree(folder, ignore_errors=True)

@@ -65,9 +65,9 @@ def test_a_lost_node_interrupts_the_attempt_and_the_next_one_completes_the_run(
     run = make_run()
     command = milepost(run, sets_for(cluster, run), environ)
     try:
-        _until(lambda: run.root.chain.exists() and run.commits, command, "the first commits")
-        _until(lambda: history.committed_update(run.records) >= 4, command, "update 4")
-        assert len(_addresses(run)) == (2 if cluster.has_namespaces else 1)
+        until(lambda: run.root.chain.exists() and run.commits, command, "the first commits")
+        until(lambda: history.committed_update(run.records) >= 4, command, "update 4")
+        assert len(engine_addresses(run, 1)) == (2 if cluster.has_namespaces else 1)
         seen = history.committed_update(run.records)
         cluster.nodes[1].kill()
         cluster.add()
@@ -85,22 +85,29 @@ def test_a_lost_node_interrupts_the_attempt_and_the_next_one_completes_the_run(
     assert newest is not None
     assert (newest.attempt, newest.epoch) == (2, 2)
     assert newest.restored_update >= seen
+    run.until(lambda: not run.processes(), "all processes to leave", attach=False)
     assert_whole(run, updates=30)
     receipts = Receipts(tmp_path / "receipts").of_root(run.root.path)
     assert [(r.attempt, r.backend) for r in receipts] == [(1, "ray"), (2, "ray")]
 
 
-def _addresses(run: Run) -> set[str]:
-    """Where the engines of the first attempt listen: a node each."""
-    logs = "".join(p.read_text() for p in run.root.attempt(1).path.glob("engine-*.log"))
+def engine_addresses(run: Run, attempt: int) -> set[str]:
+    """Where the engines of an attempt listened: a node each."""
+    logs = "".join(p.read_text() for p in run.root.attempt(attempt).path.glob("engine-*.log"))
     return set(re.findall(r"url=http://([0-9.]+):", logs))
 
 
-def _until(is_so: Callable[[], object], command: subprocess.Popen[str], what: str) -> None:
-    until = time.monotonic() + 900
+def until(
+    is_so: Callable[[], object],
+    command: subprocess.Popen[str],
+    what: str,
+    said: Callable[[], str] = str,
+) -> None:
+    """Wait for something, for as long as the command lives; ``said`` helps to see why not."""
+    end = time.monotonic() + 900
     while not is_so():
         if command.poll() is not None:
             out, err = command.communicate()
-            raise AssertionError(f"the command ended, waiting for {what}: {out}\n{err}")
-        assert time.monotonic() < until, f"waited for {what}"
+            raise AssertionError(f"the command ended, waiting for {what}: {out}\n{err}\n{said()}")
+        assert time.monotonic() < end, f"waited for {what}\n{said()}"
         time.sleep(0.5)

@@ -105,8 +105,8 @@ def base_of(lock: RuntimeLock, environ: Mapping[str, str]) -> ImageReference:
     """
     if lock.base is None:
         raise ConfigError(
-            f"{LOCK_PATH} names no base: `milepost image lock registry.host/name` resolves one "
-            "and writes it there"
+            f"{LOCK_PATH} names no base to build on: `milepost image lock registry.host/name` "
+            "resolves one and writes it there; commit that file, then build again"
         )
     try:
         local = read_variable("BASE_IMAGE", environ)

@@ -4,6 +4,6 @@ Network names first, then attention, then the rest; the environment is handed on
 table of what was found goes to the job's log, and the first thing that cannot work ends the start.
 """
 
-from runtime.launch.preflight.checks import preflight
+from runtime.launch.preflight.checks import corrected, preflight
 
-__all__ = ["preflight"]
+__all__ = ["corrected", "preflight"]

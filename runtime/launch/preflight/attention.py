@@ -9,7 +9,6 @@ from configs.clusters import ATTENTION_BY_GENERATION
 from runtime.errors import PreflightFailed
 from runtime.launch.preflight.gpus import Gpu, inventory
 
-VARIABLE = "MILEPOST_ATTENTION"
 _RUNS_ON = {
     "flash_4": ("blackwell",),
     "flash_3": ("hopper",),

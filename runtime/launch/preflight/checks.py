@@ -38,8 +38,8 @@ def preflight(
     interfaces: Callable[[], list[str]] = network.up_interfaces,
     torch: Callable[[Mapping[str, str]], int] | None = None,
     lock: RuntimeLock | None = None,
-) -> dict[str, str]:
-    """Look at this host; returns the variables that processes of the job get on it.
+) -> dict[str, str | None]:
+    """Look at this host; returns the variables that processes of the job get on it (``corrected``).
 
     Args:
         plan: of the run.
@@ -72,10 +72,8 @@ def preflight(
     ours = [g for g in listed if {g.uuid, *g.slices} & set(seen)]
     backend = attention.settle(ours, plan.attention)
     check_installed(lock or read_lock())
-    settled = {attention.VARIABLE: backend}
-    if chosen.value is not None:
-        settled[network.VARIABLE] = chosen.value
-    counted = (torch or count_with_torch)({**environ, **settled})
+    settled = {network.VARIABLE: chosen.value} if environ.get(network.VARIABLE) else {}
+    counted = (torch or count_with_torch)(corrected(environ, settled))
     if counted != len(seen):
         raise PreflightFailed(f"torch sees {counted} GPUs, the driver leaves {len(seen)}")
     check_space(root, _checkpoint_bytes(plan))
@@ -84,6 +82,12 @@ def preflight(
     said.append(f"interfaces {', '.join(chosen.interfaces)}")
     sys.stdout.write("".join(f"preflight: {line}\n" for line in said))
     return settled
+
+
+def corrected(environ: Mapping[str, str], settled: Mapping[str, str | None]) -> dict[str, str]:
+    """An environment with variables set, or (None) taken out."""
+    named: dict[str, str | None] = {**environ, **settled}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def check_installed(lock: RuntimeLock, version: Callable[[str], str | None] | None = None) -> None:

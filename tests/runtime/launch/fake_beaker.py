@@ -11,7 +11,6 @@ import ipaddress
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ TOKEN = "the-token-of-the-test"
 class FakeBeaker:
     """State of the server; tests read and write it."""
 
+    token: str = TOKEN
     experiments: dict[str, Any] = field(default_factory=dict)
     """Name -> Workload message."""
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -44,8 +44,9 @@ class FakeBeaker:
     """So many posts are taken and answered by a closed connection."""
     fail_posts: int = 0
     """So many posts are answered by 500 and not taken."""
-    hang_s: float = 0.0
-    """Before every gRPC answer."""
+    released: threading.Event = field(default_factory=threading.Event)
+    """While it is not set, nothing is answered, nor done afterwards."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
     agent: str = ""
     rpc: str = ""
 
@@ -67,7 +68,9 @@ class Service(rpc.BeakerServicer):
         sent = dict(context.invocation_metadata()).get("authorization", "")
         if sent.lower() != f"bearer {TOKEN}":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "bad token")
-        time.sleep(self._state.hang_s)
+        if not self._state.released.is_set():
+            self._state.released.wait()
+            context.abort(grpc.StatusCode.ABORTED, "hung")
 
     def ResolveWorkspaceName(self, request: Any, context: Any) -> Any:
         self._enter(context)
@@ -102,13 +105,29 @@ class Service(rpc.BeakerServicer):
     def CancelWorkloads(self, request: Any, context: Any) -> Any:
         self._enter(context)
         self._state.canceled.extend(request.workload_ids)
+        for workload in self._state.experiments.values():
+            if workload.experiment.id in request.workload_ids:
+                self._end(workload)
         return pb2.CancelWorkloadsResponse(workload_ids=request.workload_ids)
+
+    def _end(self, workload: Any) -> None:
+        tasks = {task.id for task in workload.experiment.tasks}
+        for job in self._state.jobs:
+            if job.task_id in tasks and not job.status.HasField("finalized"):
+                job.status.status = pb2.STATUS_CANCELED
+                job.status.canceled_code = pb2.CANCELATION_CODE_MANUAL
+                job.status.canceled.GetCurrentTime()
+                job.status.finalized.GetCurrentTime()
 
 
 def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
     class Rest(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if not state.released.is_set():
+                state.released.wait()
+                self.close_connection = True
+                return
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 self._answer(401, {"message": "bad token"})
                 return
@@ -118,23 +137,30 @@ def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
                 self._answer(500, {"message": "try again"})
                 return
             (name,) = parse_qs(urlsplit(self.path).query)["name"]
-            if name in state.experiments:
+            with state.lock:
+                workload = self._take(name, json.loads(body))
+            if workload is None:
                 self._answer(409, {"message": "already in use"})
                 return
-            spec = json.loads(body)
-            number = len(state.experiments) + 1
-            workload = pb2.Workload()
-            workload.experiment.id = f"ex{number}"
-            workload.experiment.name = name
-            for index, task in enumerate(spec["tasks"]):
-                workload.experiment.tasks.add(id=f"ex{number}-t{index}", name=task.get("name", ""))
-            state.experiments[name], state.specs[name] = workload, spec
             if state.lose_answers:
                 state.lose_answers -= 1
                 self.close_connection = True
                 self.connection.close()
                 return
             self._answer(200, {"id": workload.experiment.id})
+
+        def _take(self, name: str, spec: dict[str, Any]) -> Any:
+            if name in state.experiments:
+                return None
+            number = len(state.experiments) + 1
+            workload = pb2.Workload()
+            workload.experiment.id = f"ex{number}"
+            workload.experiment.name = name
+            workload.experiment.description = spec.get("description", "")
+            for index, task in enumerate(spec["tasks"]):
+                workload.experiment.tasks.add(id=f"ex{number}-t{index}", name=task.get("name", ""))
+            state.experiments[name], state.specs[name] = workload, spec
+            return workload
 
         def _answer(self, status: int, document: dict[str, Any]) -> None:
             data = json.dumps(document).encode()
@@ -153,6 +179,7 @@ def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
 def serving(folder: Path) -> Iterator[FakeBeaker]:
     """A server on loopback; ``folder`` keeps its certificate."""
     state = FakeBeaker()
+    state.released.set()
     key, certificate = _certificate()
     roots = folder / "roots.pem"
     roots.write_bytes(certificate)
@@ -168,6 +195,7 @@ def serving(folder: Path) -> Iterator[FakeBeaker]:
     try:
         yield state
     finally:
+        state.released.set()
         server.stop(0).wait()
         rest.shutdown()
         rest.server_close()

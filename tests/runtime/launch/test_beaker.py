@@ -51,12 +51,12 @@ def beaker(
     server.canceled.clear()
     server.num_posts = 0
     yield server
-    server.hang_s, server.lose_answers = 0.0, 0
+    server.released.set()
+    server.lose_answers = 0
 
 
 def sender(deadline_s: float = 30.0) -> Sender:
-    backend = beaker_backend(WORKSPACE)
-    backend._deadline_s = deadline_s
+    backend = beaker_backend(WORKSPACE, deadline_s=deadline_s)
     return Sender(backend=backend, image=IMAGE, revision="c0ffee", dirty=True)
 
 
@@ -95,12 +95,12 @@ def test_a_lost_answer_is_settled_by_name(beaker: FakeBeaker, loaded: LoadedRun)
 
 
 def test_a_server_that_hangs_is_left_at_the_deadline(beaker: FakeBeaker, loaded: LoadedRun) -> None:
-    beaker.hang_s = 3.0
+    beaker.released.clear()
     with pytest.raises(ServiceUnavailable, match=r"within 0\.5 s"):
         submit_run(loaded, sender(deadline_s=0.5))
     (receipt,) = Receipts().of_root(loaded.spec.output.root)
     assert receipt.job is None  # the key was written before the call
-    beaker.hang_s = 0.0
+    beaker.released.set()
     assert submit_run(loaded, sender()).attempt == 1
 
 
@@ -130,11 +130,20 @@ def test_a_preempted_attempt_is_submitted_again_under_the_next_number(
     fill(beaker, [job(RUNNING, rank=rank, size=3, gpus=8, slots=8) for rank in range(3)])
     standing = watcher.look(1)
     assert (standing.kind, standing.active_gpus) == (AttemptClass.RUNNING, 24)
+    # A slot more than was asked for, since the memory asked for took it; kept once it is over.
+    fill(beaker, [job(RUNNING, rank=rank, size=3, gpus=8, slots=9) for rank in range(3)])
+    watcher.look(1)
+    fill(beaker, [job(RUNNING, rank=0, size=3, gpus=8, slots=9)])
+    watcher.look(1)
     assert watcher.decide(1, standing).what == "wait"
     fill(beaker, [job(CANCELED, rank=rank, size=3, code=1 if rank else 9) for rank in range(3)])
     standing = watcher.look(1)
     decision = watcher.decide(1, standing)
     assert (standing.kind, decision.what) == (AttemptClass.PREEMPTED, "again")
+    assert submit_run(loaded, by).how == "attached"
+    kept = watcher.receipt(1)
+    assert kept is not None
+    assert (kept.requested_gpus, kept.active_gpus, kept.allocated_gpus) == (24, 24, 27)
     again = submit_run(loaded, by, reason=decision.why, lost_attempt=1)
     assert (again.how, again.attempt, beaker.num_posts) == ("started", 2, 2)
     plan = make_plan(loaded)
@@ -198,6 +207,7 @@ def test_the_status_command_shows_ranks_and_what_is_off(
         build_app(["status"]), ["status", str(PRESETS / "three-node.toml")]
     )
     assert "attempt 1 at beaker: running" in told.stdout
+    assert "GPUs: 24 requested, 0 active, 0 paid for" in told.stdout
     assert "rank 1" in told.stdout
     assert "live replicas are of 2 groups" in told.stdout
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ from runtime.launch.rendering import rendered
 from runtime.launch.standing import AttemptClass
 from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Watcher
+from tests.runtime.launch import fake_kubernetes
+from tests.runtime.launch.fake_kubernetes import NAMESPACE, FakeKubernetes
 from tests.runtime.launch.submissions import DIGEST, submission, three_node
 
 KUBERAY = ('launch.backend="kuberay"', 'launch.env={A="b"}')
@@ -119,82 +119,18 @@ def test_class_of_a_rayjob(status: dict[str, str], kind: AttemptClass) -> None:
     assert classify(status).kind is kind
 
 
-class FakeKubernetes:
-    """Objects by name under the RayJobs' path, as the API keeps them; 409 for a second one."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.fails = 0
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                name = body["metadata"]["name"]
-                if fake.fails:
-                    fake.fails -= 1
-                    self._answer(503, {})
-                elif name in fake.objects:
-                    self._answer(409, {"reason": "AlreadyExists"})
-                else:
-                    fake.objects[name] = body
-                    self._answer(201, body)
-
-            def do_GET(self) -> None:
-                found = fake.objects.get(self.path.rpartition("/")[2])
-                self._answer(200 if found else 404, found or {"reason": "NotFound"})
-
-            def do_DELETE(self) -> None:
-                found = fake.objects.pop(self.path.rpartition("/")[2], None)
-                self._answer(200 if found else 404, {})
-
-            def _answer(self, status: int, document: dict[str, Any]) -> None:
-                assert "/apis/ray.io/v1/namespaces/team/rayjobs" in self.path
-                data = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None:
-                del format, args
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 @pytest.fixture
 def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
     pytest.importorskip("kubernetes", reason="pip install -e '.[launch]'")
-    fake = FakeKubernetes()
-    config = tmp_path / "kubeconfig"
-    config.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "c",
-                "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-                "clusters": [
-                    {
-                        "name": "k",
-                        "cluster": {"server": f"http://127.0.0.1:{fake.server.server_port}"},
-                    }
-                ],
-                "users": [{"name": "u", "user": {"token": "t"}}],
-            }
-        )
-    )
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
     monkeypatch.setenv("MILEPOST_LAUNCH_RECEIPTS", str(tmp_path / "receipts"))
-    yield fake
-    fake.server.shutdown()
-    fake.server.server_close()
+    with fake_kubernetes.serving() as fake:
+        config = str(fake.config(tmp_path / "kubeconfig"))
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", config)
+        yield fake
 
 
 def backend() -> KubeRayLaunch:
-    return kuberay_backend("c", environ={"MILEPOST_K8S_NAMESPACE": "team"})
+    return kuberay_backend("c", environ={"MILEPOST_K8S_NAMESPACE": NAMESPACE})
 
 
 def test_it_is_submitted_once_watched_and_stopped(
@@ -205,7 +141,7 @@ def test_it_is_submitted_once_watched_and_stopped(
     assert submit_run(loaded, sender).how == "attached"
     ((name, sent),) = kubernetes.objects.items()
     assert sent == json.loads(
-        rendered(loaded, image=DIGEST, environ={"MILEPOST_K8S_NAMESPACE": "team"})
+        rendered(loaded, image=DIGEST, environ={"MILEPOST_K8S_NAMESPACE": NAMESPACE})
     )
     watcher = Watcher(loaded, sender)
     assert watcher.look(1).kind is AttemptClass.PENDING
@@ -221,7 +157,7 @@ def test_it_is_submitted_once_watched_and_stopped(
 def test_an_api_that_is_away_can_be_asked_again(
     kubernetes: FakeKubernetes, loaded: LoadedRun
 ) -> None:
-    kubernetes.fails = 1
+    kubernetes.fail_posts = 1
     sender = Sender(backend=backend(), image=DIGEST)
     with pytest.raises(ServiceUnavailable, match="503"):
         submit_run(loaded, sender)

@@ -13,7 +13,7 @@ from configs.plan import Plan, make_plan
 from configs.runtime_lock import RuntimeLock
 from runtime.errors import PreflightFailed
 from runtime.launch.preflight import attention, gpus, network, preflight
-from runtime.launch.preflight.checks import check_installed, check_space
+from runtime.launch.preflight.checks import check_installed, check_space, corrected
 from runtime.launch.preflight.gpus import Gpu, ask_driver, inventory, visible
 from tests.runtime.launch.submissions import three_node
 
@@ -249,7 +249,7 @@ def plan() -> Plan:
     return make_plan(three_node('launch.cluster="ai2/jupiter"'))
 
 
-def run(plan: Plan, tmp_path: Path, **changes: object) -> dict[str, str]:
+def run(plan: Plan, tmp_path: Path, **changes: object) -> dict[str, str | None]:
     plain: dict[str, object] = {
         "environ": {},
         "root": tmp_path,
@@ -258,13 +258,30 @@ def run(plan: Plan, tmp_path: Path, **changes: object) -> dict[str, str]:
         "torch": lambda _: 8,
         "lock": lock(),
     }
-    call: Callable[..., dict[str, str]] = preflight
+    call: Callable[..., dict[str, str | None]] = preflight
     return call(plan.model_copy(update={"memory": None}), **plain | changes)
 
 
 def test_a_sound_host_hands_the_corrected_environment_on(plan: Plan, tmp_path: Path) -> None:
     settled = run(plan, tmp_path, environ={"NCCL_SOCKET_IFNAME": "ib"})
-    assert settled == {"MILEPOST_ATTENTION": "flash_3", "NCCL_SOCKET_IFNAME": "ib"}
+    assert settled == {"NCCL_SOCKET_IFNAME": "ib"}
+    assert run(plan, tmp_path) == {}
+
+
+def test_a_name_that_is_removed_reaches_no_process(tmp_path: Path) -> None:
+    alone = make_plan(three_node("launch.replicas=1", "rollout.engines=1", "rollout.tensor=4",
+                                 "core.tensor=1", "core.context=1", "core.expert=1",
+                                 "core.max_tokens_per_gpu=17408"))  # fmt: skip
+    environ = {"NCCL_SOCKET_IFNAME": "ib", "KEPT": "1"}
+    seen: list[dict[str, str]] = []
+
+    def torch(given: dict[str, str]) -> int:
+        seen.append(given)
+        return 8
+
+    settled = run(alone, tmp_path, environ=environ, interfaces=lambda: ["lo", "eth0"], torch=torch)
+    assert corrected(environ, settled) == {"KEPT": "1"}
+    assert seen == [{"KEPT": "1"}]
 
 
 @pytest.mark.parametrize(

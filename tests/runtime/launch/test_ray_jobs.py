@@ -7,10 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,89 +25,16 @@ from runtime.launch.submission import PAYLOAD_VARIABLE, Payload, attempt_key
 from runtime.launch.submitting import Sender, submit_run
 from runtime.rundir.claims import read_claim
 from runtime.rundir.layout import RunRoot
+from tests.runtime.launch import fake_ray_jobs
+from tests.runtime.launch.fake_ray_jobs import TOKEN, FakeJobs
+from tests.runtime.launch.image.registries import free_port
 from tests.runtime.launch.submissions import PRESETS, submission
-
-TOKEN = "a-token"
-
-
-class FakeJobs:
-    """The job server's answers: jobs by id, 500 for a second one of an id, packages by name."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, Any] = {}
-        self.packages: dict[str, bytes] = {}
-        self.num_submits = 0
-        self.lose_answers = 0
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _body(self) -> bytes:
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-            def do_GET(self) -> None:
-                if not self._may_enter():
-                    return
-                name = self.path.rpartition("/")[2]
-                if "/packages/" in self.path:
-                    self._answer(200 if name in fake.packages else 404, {})
-                else:
-                    found = fake.jobs.get(name)
-                    self._answer(200 if found else 404, found or {})
-
-            def do_PUT(self) -> None:
-                body = self._body()
-                if self._may_enter():
-                    fake.packages[self.path.rpartition("/")[2]] = body
-                    self._answer(200, {})
-
-            def do_POST(self) -> None:
-                body = self._body()
-                if not self._may_enter():
-                    return
-                if self.path.endswith("/stop"):
-                    fake.jobs[self.path.split("/")[-2]]["status"] = "STOPPED"
-                    self._answer(200, {"stopped": True})
-                    return
-                fake.num_submits += 1
-                asked = json.loads(body)
-                key = asked["submission_id"]
-                if key in fake.jobs:
-                    self._answer(500, {"error": f"Job with submission_id {key} already exists"})
-                    return
-                fake.jobs[key] = {"status": "PENDING", "message": "", "asked": asked}
-                if fake.lose_answers:
-                    fake.lose_answers -= 1
-                    self.connection.close()
-                    return
-                self._answer(200, {"submission_id": key})
-
-            def _may_enter(self) -> bool:
-                if self.headers.get("Authorization") == f"Bearer {TOKEN}":
-                    return True
-                self._answer(401, {})
-                return False
-
-            def _answer(self, status: int, document: dict[str, Any]) -> None:
-                data = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: object) -> None:
-                del format, args
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 @pytest.fixture
 def jobs() -> Iterator[FakeJobs]:
-    fake = FakeJobs()
-    yield fake
-    fake.server.shutdown()
-    fake.server.server_close()
+    with fake_ray_jobs.serving() as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -172,27 +97,20 @@ def test_a_lost_answer_does_not_submit_twice(
 ) -> None:
     jobs.lose_answers = 1
     assert submit_run(loaded, sender(jobs, checkout, tmp_path)).attempt == 1
-    assert (jobs.num_submits, len(jobs.jobs)) == (1, 1)
+    assert (jobs.num_posts, len(jobs.jobs)) == (1, 1)
 
 
 def test_a_submitter_that_died_after_its_claim_is_followed_by_itself(
     jobs: FakeJobs, loaded: LoadedRun, checkout: Path, tmp_path: Path
 ) -> None:
-    url = jobs.url
-    jobs.server.shutdown()
-    jobs.server.server_close()
+    away = RayJobs(f"http://127.0.0.1:{free_port()}", token=SecretStr(TOKEN), checkout=checkout)
+    receipts = Receipts(tmp_path / "receipts")
     with pytest.raises(ServiceUnavailable):
-        submit_run(loaded, sender(jobs, checkout, tmp_path))
+        submit_run(loaded, Sender(backend=away, receipts=receipts))
     root = RunRoot.of(loaded.spec.output.root)
     assert root.attempt(1).claim.exists()
-    again = FakeJobs()
-    backend = RayJobs(again.url, token=SecretStr(TOKEN), checkout=checkout)
-    assert again.url != url
-    by = Sender(backend=backend, receipts=Receipts(tmp_path / "receipts"))
-    assert submit_run(loaded, by).attempt == 1
-    assert len(again.jobs) == 1
-    again.server.shutdown()
-    again.server.server_close()
+    assert submit_run(loaded, sender(jobs, checkout, tmp_path)).attempt == 1
+    assert len(jobs.jobs) == 1
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
@@ -212,7 +130,7 @@ def test_secrets_are_refused_and_nothing_is_claimed(
     ]  # fmt: skip
     with pytest.raises(LaunchRefused, match=r"launch\.secrets \(HF_TOKEN\)"):
         submit_run(load_run(PRESETS / "laptop.toml", sets), sender(jobs, checkout, tmp_path))
-    assert jobs.num_submits == 0
+    assert jobs.num_posts == 0
     assert not (tmp_path / "run").exists()
 
 

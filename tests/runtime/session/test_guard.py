@@ -451,6 +451,25 @@ def test_the_companion_belongs_to_nobody(attempt, root: RunRoot) -> None:
     assert "MILEPOST_ATTEMPT_DIR" not in out.read_text()
 
 
+@pytest.mark.parametrize("asked", [{}, {"hang_at": 1}])
+def test_the_story_is_left_where_the_scheduler_keeps_results(
+    attempt, root: RunRoot, tmp_path: Path, asked: dict[str, int]
+) -> None:
+    folder = attempt(updates=3, **asked)
+    kept = tmp_path / "output"
+    kept.mkdir()
+    spec = AttemptFile.read(folder).model_copy(update={"results": str(kept)})
+    atomic.write_bytes(folder.attempt, spec.encode())
+    guard = start_guard(folder)
+    if asked:
+        wait_for((folder.path / "hanging").exists, "the session to hang")
+        os.kill(session_pid(folder), signal.SIGKILL)
+    assert guard.wait(60) == (EXIT_FAILED if asked else EXIT_ENDED)
+    assert (kept / "workflow.json").read_bytes() == root.workflow.read_bytes()
+    assert (kept / "journal.jsonl").read_bytes() == root.journal.read_bytes()
+    assert (kept / "run.log").exists()
+
+
 def test_exit_status_of_the_switch_is_its_own() -> None:
     assert EXIT_GUARD_GONE not in (EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, 2)
 

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.testing
 
 pytest.importorskip("oras", reason="pip install -e '.[launch]'")
 
+from configs.runtime_lock import LOCK_FILE, LockedBase, read_lock
+from flows.cli import build_app
 from runtime.errors import ConfigError, CredentialsRefused, DirtyCheckout, ServiceUnavailable
 from runtime.launch.image.building import build_image, inspect_image, lock_of
 from runtime.launch.image.buildkit import BuildKit
@@ -308,8 +311,45 @@ def test_no_base_no_registry_no_repository(checkout: Path, registry: Registry) -
     path = checkout / "configs" / "runtime.lock.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base": None}))
     git(checkout, "commit", "-q", "-am", "no base")
-    with pytest.raises(ConfigError, match="names no base"):
+    with pytest.raises(ConfigError, match="names no base to build on"):
         build_image(f"{registry.address}/team/app", checkout=checkout)
+
+
+def test_from_the_lock_without_a_base_to_an_image_by_the_command_line(
+    checkout: Path, registry: Registry
+) -> None:
+    path = checkout / "configs" / "runtime.lock.json"
+    path.write_text(LOCK_FILE.read_text())  # as it comes
+    git(checkout, "commit", "-q", "-am", "the lock as it comes")
+    target = f"{registry.address}/team/first"
+    code, said = milepost("build", target, "--checkout", str(checkout))
+    assert (code, "milepost image lock" in said) == (1, True)
+    digest = put_base(registry.address, "runtime/first")
+    base = f"{registry.address}/runtime/first@{digest}"
+    assert milepost("lock", base, "--checkout", str(checkout))[0] == 0
+    assert lock_of(checkout).model_copy(update={"base": None}) == read_lock()
+    # What was locked is a change like any other: it is committed first.
+    code, said = milepost("build", target, "--checkout", str(checkout))
+    assert (code, "runtime.lock.json" in said) == (1, True)
+    git(checkout, "commit", "-q", "-am", "lock a base")
+    first, second = (milepost("build", target, "--checkout", str(checkout))[1] for _ in range(2))
+    assert (first.split(":")[0], second.split(":")[0]) == ("built", "reused")
+    image = first.splitlines()[0].partition(": ")[2]
+    assert inspect_image(image).base_digest == digest
+    # Locked again it keeps the id that it has at a scheduler; another base has not that id.
+    known = json.loads(path.read_text())
+    known["base"]["beaker"] = "01J9ZK8Q2V7N4R5T6W8XY0ABCD"
+    path.write_text(json.dumps(known))
+    for name, beaker in (("first", known["base"]["beaker"]), ("other", None)):
+        same = f"{registry.address}/runtime/{name}@{put_base(registry.address, f'runtime/{name}')}"
+        assert milepost("lock", same, "--checkout", str(checkout))[0] == 0
+        assert lock_of(checkout).base == LockedBase(reference=same, beaker=beaker)
+
+
+def milepost(*arguments: str) -> tuple[int, str]:
+    """Exit status and all that ``milepost image`` said."""
+    told = typer.testing.CliRunner().invoke(build_app(["image"]), ["image", *arguments])
+    return told.exit_code, told.output
 
 
 def test_buildkit_is_asked_for_a_reproducible_image_and_believed_by_its_metadata(

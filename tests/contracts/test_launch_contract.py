@@ -1,0 +1,289 @@
+"""What every backend promises to whoever launches a run, and every scheduler's backend besides."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from runtime.errors import (
+    ConfigError,
+    CredentialsRefused,
+    LaunchRefused,
+    RetryBy,
+    ServiceUnavailable,
+)
+from runtime.launch.attempts import Launch
+from runtime.launch.standing import AttemptClass
+from runtime.launch.submitting import submit_run
+from tests.contracts.launch_worlds import (
+    BACKENDS,
+    SCHEDULERS,
+    Outcome,
+    SchedulerWorld,
+    World,
+    world_of,
+)
+
+SECRET = "a-secret-of-the-submitter"
+SURROUNDINGS = "only-of-the-submitters-machine"
+
+
+@pytest.fixture(params=BACKENDS)
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", SURROUNDINGS)
+    with world_of(request.param, tmp_path, monkeypatch) as world:
+        yield world
+
+
+@pytest.fixture(params=SCHEDULERS)
+def scheduler(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SchedulerWorld]:
+    with world_of(request.param, tmp_path, monkeypatch) as world:
+        assert isinstance(world, SchedulerWorld)
+        yield world
+
+
+# -- every backend -------------------------------------------------------------------------------
+
+
+def test_asked_twice_one_attempt_runs(world: World) -> None:
+    first, second = world.launch(world.loaded()), world.launch(world.loaded())
+    assert (first.how, first.attempt) == ("started", 1)
+    assert (second.how, second.attempt) == ("attached", 1)
+    assert world.attempts() == [1]
+
+
+def test_of_rival_launchers_one_starts_the_run(world: World) -> None:
+    launches: list[Launch] = []
+    barrier = threading.Barrier(4)
+    loaded = world.loaded()
+
+    def rival(by: str) -> None:
+        barrier.wait()
+        launches.append(world.launch(loaded, by=by))
+
+    rivals = [threading.Thread(target=rival, args=(f"machine-{n}",)) for n in range(4)]
+    for each in rivals:
+        each.start()
+    for each in rivals:
+        each.join()
+    assert sorted(each.how for each in launches) == [*["attached"] * 3, "started"]
+    assert {each.attempt for each in launches} == {1}
+    assert world.attempts() == [1]
+
+
+def test_another_training_is_refused_by_its_digest(world: World) -> None:
+    world.launch(world.loaded())
+    for by in ("one", "other"):
+        with pytest.raises(ConfigError, match=r"trains something else .*training digest"):
+            world.launch(world.loaded("core.lr=0.123"), by=by)
+    assert world.attempts() == [1]
+    assert world.launch(world.loaded()).how == "attached"
+
+
+def test_the_same_training_with_another_run_file_is_told_whose_goes_on(world: World) -> None:
+    world.launch(world.loaded())
+    longer = world.launch(world.loaded("core.max_updates=7"))
+    assert (longer.how, longer.attempt) == ("attached", 1)
+    assert "attempt 1 goes on with its own run file" in longer.notice
+    assert world.attempts() == [1]
+
+
+def test_a_lost_attempt_is_followed_once(world: World) -> None:
+    world.launch(world.loaded())
+    second = world.launch(world.loaded(), lost_attempt=1)
+    assert (second.how, second.attempt) == ("started", 2)
+    again = world.launch(world.loaded(), lost_attempt=1)
+    assert (again.how, again.attempt) == ("attached", 2)
+    assert world.attempts() == [1, 2]
+
+
+def test_nothing_that_is_written_or_sent_holds_a_secret(world: World) -> None:
+    world.launch(world.loaded('launch.env={KEPT="kept"}'))
+    texts = list(world.written())
+    if isinstance(world, SchedulerWorld):
+        assert world.receipts(world.loaded())
+        texts += [json.dumps(world.documents()), repr(world.sender())]
+        texts += [payload.model_dump_json() for payload in world.payloads()]
+        assert any("kept" in text for text in texts)
+        assert not any(world.server.token in text for text in texts)
+    assert texts
+    assert not any(secret in text for text in texts for secret in (SECRET, SURROUNDINGS))
+
+
+# -- every scheduler's -----------------------------------------------------------------------------
+
+
+def test_what_is_sent_is_what_is_rendered(scheduler: SchedulerWorld) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    submission = scheduler.submission(loaded)
+    rendered = scheduler.backend().render(submission)
+    assert scheduler.documents() == {submission.key: rendered}
+    assert scheduler.backend().render(submission) == rendered
+
+
+def test_a_lost_answer_leaves_one_job_and_a_receipt_that_names_it(
+    scheduler: SchedulerWorld,
+) -> None:
+    scheduler.server.lose_answers = 1
+    launch = scheduler.launch(scheduler.loaded())
+    assert (launch.attempt, scheduler.attempts(), scheduler.server.num_posts) == (1, [1], 1)
+    (receipt,) = scheduler.receipts(scheduler.loaded())
+    assert receipt.job is not None
+
+
+@pytest.mark.parametrize("is_far", [False, True], ids=["near", "far"])
+def test_whoever_died_before_the_call_is_followed_by_anybody(
+    scheduler: SchedulerWorld, is_far: bool
+) -> None:
+    loaded = scheduler.far() if is_far else scheduler.loaded()
+    scheduler.server.fail_posts = 1
+    with pytest.raises(ServiceUnavailable) as refused:
+        scheduler.launch(loaded)
+    assert refused.value.retry is RetryBy.LAUNCH
+    (receipt,) = scheduler.receipts(loaded)
+    assert (receipt.job, scheduler.attempts()) == (None, [])
+    # The number is claimed, where a claim can be seen: another machine sends the same thing.
+    assert scheduler.launch(loaded, by="other").attempt == 1
+    assert scheduler.attempts() == [1]
+    launch = scheduler.launch(loaded)
+    assert (launch.how, launch.attempt, scheduler.attempts()) == ("attached", 1, [1])
+
+
+@pytest.mark.parametrize("is_far", [False, True], ids=["near", "far"])
+def test_another_machine_attaches_and_sees_the_run_through(
+    scheduler: SchedulerWorld, is_far: bool
+) -> None:
+    loaded = scheduler.far() if is_far else scheduler.loaded()
+    scheduler.launch(loaded)
+    launch = scheduler.launch(loaded, by="other")
+    assert (launch.how, launch.attempt, scheduler.attempts()) == ("attached", 1, [1])
+    scheduler.become(scheduler.submission(loaded).key, "running")
+    assert scheduler.watcher(loaded, by="other").look(1).kind is AttemptClass.RUNNING
+
+
+def test_a_root_that_cannot_be_seen_is_guarded_by_the_name_alone(
+    scheduler: SchedulerWorld,
+) -> None:
+    scheduler.launch(scheduler.far())
+    for by in ("one", "other"):
+        with pytest.raises(ConfigError, match="trains something else"):
+            scheduler.launch(scheduler.far("core.lr=0.123"), by=by)
+        longer = scheduler.launch(scheduler.far("core.max_updates=7"), by=by)
+        assert "attempt 1 goes on with its own run file" in longer.notice
+    assert scheduler.attempts() == [1]
+    # Being refused took nothing of ours away: the first one is followed still.
+    scheduler.launch(scheduler.far(), lost_attempt=1)
+    assert scheduler.attempts() == [1, 2]
+
+
+def test_a_breach_is_refused_before_a_number_is_taken(scheduler: SchedulerWorld) -> None:
+    what, said = scheduler.breach
+    sets = [] if what == "no image" else [what]
+    sender = scheduler.sender()
+    if what == "no image":
+        sender = replace(sender, image=None)
+    with pytest.raises(LaunchRefused, match=said):
+        submit_run(scheduler.loaded(*sets), sender)
+    assert (scheduler.server.num_posts, scheduler.receipts(scheduler.loaded())) == (0, [])
+    assert not scheduler.root.path.exists()
+
+
+def test_a_wrong_token_is_final_and_not_told(scheduler: SchedulerWorld) -> None:
+    with pytest.raises(CredentialsRefused) as refused:
+        submit_run(scheduler.loaded(), scheduler.sender(token="a-token-that-is-wrong"))
+    assert refused.value.retry is RetryBy.NOBODY
+    assert "a-token-that-is-wrong" not in f"{refused.value} {refused.value.detail}"
+    assert scheduler.attempts() == []
+
+
+EXPECTED: dict[Outcome, tuple[tuple[AttemptClass, ...], str]] = {
+    "running": ((AttemptClass.RUNNING,), "wait"),
+    "succeeded": ((AttemptClass.SUCCEEDED,), "over"),
+    "failed": ((AttemptClass.FAILED,), "over"),
+    "taken": ((AttemptClass.PREEMPTED, AttemptClass.INTERRUPTED), "again"),
+    "canceled": ((AttemptClass.CANCELED,), "over"),
+}
+
+
+@pytest.mark.parametrize("outcome", get_args(Outcome))
+def test_an_outcome_has_its_class_and_what_follows(
+    scheduler: SchedulerWorld, outcome: Outcome
+) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    watcher = scheduler.watcher(loaded)
+    assert not watcher.look(1).kind.is_over
+    scheduler.become(scheduler.submission(loaded).key, outcome)
+    standing = watcher.look(1)
+    kinds, follows = EXPECTED[outcome]
+    assert standing.kind in kinds, standing
+    assert watcher.decide(1, standing).what == follows
+
+
+def test_what_its_scheduler_forgot_is_over_and_did_not_succeed(scheduler: SchedulerWorld) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    scheduler.forget(scheduler.submission(loaded).key)
+    standing = scheduler.watcher(loaded).look(1)
+    assert standing.kind in (AttemptClass.STOPPED, AttemptClass.INTERRUPTED)
+    assert standing.reason
+
+
+def test_stopping_ends_a_job_once_and_takes_nothing_amiss(scheduler: SchedulerWorld) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    scheduler.become(scheduler.submission(loaded).key, "running")
+    (receipt,) = scheduler.receipts(loaded)
+    backend = scheduler.backend()
+    backend.stop(receipt)
+    standing = backend.look(receipt)
+    assert standing.kind in (AttemptClass.CANCELED, AttemptClass.STOPPED)
+    assert scheduler.watcher(loaded).decide(1, standing).what == "over"
+    backend.stop(receipt)
+    backend.stop(receipt.model_copy(update={"key": "never-sent-a1", "job": None}))
+    assert backend.look(receipt).kind is standing.kind
+
+
+def test_stopping_leaves_what_is_over_as_it_is(scheduler: SchedulerWorld) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    scheduler.become(scheduler.submission(loaded).key, "failed")
+    (receipt,) = scheduler.receipts(loaded)
+    backend = scheduler.backend()
+    backend.stop(receipt)
+    assert backend.look(receipt).kind in (AttemptClass.FAILED, AttemptClass.STOPPED)
+
+
+CALLS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "submit": lambda backend, submission, receipt: backend.submit(submission),
+    "look": lambda backend, submission, receipt: backend.look(receipt),
+    "stop": lambda backend, submission, receipt: backend.stop(receipt),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_scheduler_that_hangs_is_left_at_the_deadline(
+    scheduler: SchedulerWorld, call: str
+) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    (receipt,) = scheduler.receipts(loaded)
+    scheduler.server.released.clear()
+    # Without a deadline of its own the call would wait for as long as the test may last.
+    with pytest.raises(ServiceUnavailable) as left:
+        CALLS[call](scheduler.backend(deadline_s=0.2), scheduler.submission(loaded, 2), receipt)
+    assert left.value.retry is RetryBy.LAUNCH
+    scheduler.server.released.set()
+    assert not scheduler.watcher(loaded).look(1).kind.is_over
