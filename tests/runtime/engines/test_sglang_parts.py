@@ -15,6 +15,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.caches import publishing
 from runtime.engines.sglang.bounded_log import BoundedLog
 from runtime.engines.sglang.environment import make_private, server_environment
 from runtime.engines.sglang.inside.stamps import UPDATES, hook_stamps
@@ -114,6 +115,17 @@ def test_a_server_gets_a_private_module_cache_one_root_for_kernels_and_our_keepa
     assert "VIRTUAL_ENV" not in env
     assert env["PYTHONPATH"].endswith(f"{os.pathsep}/site")
     assert "SGLANG_USE_CPU_ENGINE" not in env
+
+
+def test_kernels_go_where_the_session_keeps_caches_for_its_archive(tmp_path: Path):
+    settings = SglangSettings(model_path="/m", python="/p")
+    kept = publishing.environment(tmp_path / "caches")
+    env = server_environment(settings, tmp_path / "private", kept)
+    assert {name: env[name] for name in kept} == kept
+    # What no archive holds stays with the user, as without one.
+    alone = server_environment(settings, tmp_path / "private", {})
+    assert env["CUDA_CACHE_PATH"] == alone["CUDA_CACHE_PATH"]
+    assert all(str(tmp_path) not in alone[name] for name in kept)
 
 
 def test_the_plugin_is_found_the_way_the_server_looks_for_it(tmp_path: Path):
