@@ -9,6 +9,9 @@ from typing import Any
 from runtime.rundir.layout import RunRoot
 from runtime.session.status import Status, look, unreadable
 
+_BRINGS = {"upload": "milepost upload", "evaluation": "milepost resubmit-evaluations"}
+"""The command that brings what a complete run still owes; the first one that applies."""
+
 
 def standing(root: RunRoot) -> Status:
     """Look at a run; a root that this host cannot read, or damaged history, is ``unknown``."""
@@ -92,7 +95,10 @@ def headline(status: Status) -> str:
 def next_command(status: Status, argument: str) -> str:
     """What a person types next."""
     if status.state == "complete":
-        return f"milepost report {argument}"
+        owed = {name.partition("/")[0] for name in status.outstanding}
+        return next((line for kind, line in _BRINGS.items() if kind in owed), "milepost report") + (
+            f" {argument}"
+        )
     if status.state == "unknown":
         return f"milepost run {argument}" if argument.endswith(".toml") else "milepost run FILE"
     if status.stale is None and status.activity in ("running", "resuming"):

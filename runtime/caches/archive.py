@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, Self, cast
 
 import pyarrow as pa
 
@@ -26,12 +26,30 @@ from runtime.rundir import atomic
 MAX_BYTES = 64 << 30
 """Unpacked; more is no compiler cache."""
 MAX_FILES = 1_000_000
+MAX_GROWTH = 200
+"""Unpacked bytes for each packed one, past ``FREE_BYTES``: kernels pack to a fifth, zeros to
+nothing."""
+FREE_BYTES = 64 << 20
+_MAX_HEADER = 64 << 10
+"""Of a long name; a reader holds all of it in memory."""
 
 
 class BadArchive(StoreError):
     """An archive that is not what its manifest says, or holds what no cache holds."""
 
     next_check = "delete the archive named here; the next run publishes it anew"
+
+
+class _Member(tarfile.TarInfo):
+    """A member's header, refused before a reader acts on it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        is_name = found.type == tarfile.XHDTYPE and found.size <= _MAX_HEADER
+        if not (is_name or found.type in (tarfile.REGTYPE, tarfile.AREGTYPE)):
+            raise BadArchive(f"{found.name!r} of type {found.type!r} has no business in a cache")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +112,10 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
         with atomic.disk_full_as_error(to):
             num_files = _extract(archive, staging)
             staging.rename(to)
-    except (tarfile.TarError, EOFError, pa.ArrowInvalid) as error:
+    except (
+        tarfile.TarError, EOFError, pa.ArrowInvalid,
+        FileExistsError, NotADirectoryError, IsADirectoryError,  # a name twice, or below a file
+    ) as error:  # fmt: skip
         raise BadArchive(f"{archive.name}: {error}") from error
     except OSError as error:
         if error.errno is not None:  # the system's own trouble, not the decompressor's
@@ -108,19 +129,18 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
 def _extract(archive: Path, to: Path) -> int:
     to.mkdir(parents=True)
     num_files = num_bytes = 0
+    most = min(MAX_BYTES, FREE_BYTES + MAX_GROWTH * archive.stat().st_size)
     with (
         pa.CompressedInputStream(str(archive), "zstd") as stream,
-        tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as tar,
+        tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|", tarinfo=_Member) as tar,
     ):
         for member in tar:
             name = PurePosixPath(member.name)
-            if not member.isreg() or name.is_absolute() or ".." in name.parts:
+            if member.issparse() or name.is_absolute() or ".." in name.parts:
                 raise BadArchive(f"{archive.name}: {member.name!r} has no business in a cache")
             num_files, num_bytes = num_files + 1, num_bytes + member.size
-            if num_files > MAX_FILES or num_bytes > MAX_BYTES:
-                raise BadArchive(
-                    f"{archive.name}: more than {MAX_FILES} files or {MAX_BYTES} bytes"
-                )
+            if num_files > MAX_FILES or num_bytes > most:
+                raise BadArchive(f"{archive.name}: more than {MAX_FILES} files or {most} bytes")
             content = tar.extractfile(member)
             assert content is not None
             target = to / name

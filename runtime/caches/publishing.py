@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "inductor": ("TORCHINDUCTOR_CACHE_DIR",),
     "triton": ("TRITON_CACHE_DIR",),
     "sglang": ("SGLANG_CACHE_DIR",),
-    "deep_gemm": ("SGLANG_DG_CACHE_DIR",),
+    "deep_gemm": ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR"),
 }
 """Folder of each part below the root, and the variables that point a compiler at it."""
 

@@ -32,6 +32,7 @@ from runtime.rundir.records import FileEntry
 from runtime.telemetry.events import Event
 
 RECEIPT = EXPORT_RECEIPT
+_MODEL_CONFIG = "config.json"
 _WEIGHTS = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -63,6 +64,11 @@ class ExportReceipt(BaseModel):
     """By HF name, as in publications: of the trainer's tensors, and of what was read back."""
     files: tuple[FileEntry, ...]
     """All files but this one."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether an engine loads it as it is; adapters alone need their base beside them."""
+        return any(entry.name == _MODEL_CONFIG for entry in self.files)
 
 
 class LiveWeights(WeightSource, Protocol):
@@ -289,7 +295,7 @@ def _copy_companions(model: Path, to: Path, dtypes: set[str]) -> None:
     for path in sorted(model.iterdir()):
         if path.is_file() and path not in weights and path.name != RECEIPT:
             shutil.copyfile(path, to / path.name)
-    config = to / "config.json"
+    config = to / _MODEL_CONFIG
     if len(dtypes) == 1 and config.exists():
         fields = json.loads(config.read_bytes())
         # Loaders cast to this dtype: with the old one they would round what was trained.

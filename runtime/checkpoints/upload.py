@@ -14,7 +14,9 @@ import anyio
 import anyio.to_thread
 
 from runtime.checkpoints.bucket import Bucket
+from runtime.checkpoints.copied import write_copied
 from runtime.checkpoints.files import digest, locate
+from runtime.clock import Clock, SystemClock
 from runtime.errors import ManifestConflict, PartialWrite, StoreError
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
@@ -62,6 +64,21 @@ def upload(root: RunRoot, bucket: Bucket, commit: CommitRecord, *, keep: int) ->
         if record.seq not in standing:
             _append(root, bucket, record)
     _retain(bucket, records, keep=keep)
+    return sent
+
+
+def copy_commit(
+    root: RunRoot, bucket: Bucket, commit: CommitRecord, *, keep: int, clock: Clock | None = None
+) -> int:
+    """``upload``, and the receipt that says so in the output root. Idempotent; returns bytes sent.
+
+    Raises:
+        StoreError: as ``upload``, or for want of room for the receipt.
+        ManifestConflict: if another history stands in the store.
+    """
+    sent = upload(root, bucket, commit, keep=keep)
+    now = (clock or SystemClock()).time()
+    write_copied(root, commit, store=str(bucket), num_bytes=sent, time=now)
     return sent
 
 
@@ -214,4 +231,4 @@ class Uploads:
         )
 
     def _upload(self, commit: CommitRecord) -> int:
-        return upload(self._root, self._bucket, commit, keep=self._keep)
+        return copy_commit(self._root, self._bucket, commit, keep=self._keep)

@@ -222,7 +222,9 @@ class BackgroundEvaluator:
     def _export_of(self, policy: PolicyId) -> Snapshot | None:
         """The final export as a snapshot, where it stands at this policy."""
         receipt = read_receipt(self.root.export)
-        if receipt is None or PolicyId.parse(receipt.policy).update != policy.update:
+        if receipt is None or not receipt.is_model:
+            return None
+        if PolicyId.parse(receipt.policy).update != policy.update:
             return None
         records = Chain(self.root).read()
         if not history.is_standing(records, PolicyId.parse(receipt.policy)):

@@ -13,7 +13,7 @@ from runtime.evaluation.receipts import Mode, Request, Snapshot
 from runtime.evaluation.sets import EvaluationSet, Kind
 from runtime.evaluation.shared import EvaluationLimits, FrozenSet
 from runtime.policy import PolicyId
-from runtime.waits import stretched
+from runtime.rollout.settings import drain_deadline_s
 
 
 def frozen_set(spec: RunSpec, name: str, *, store: PromptStore, fingerprint: str) -> FrozenSet:
@@ -40,7 +40,7 @@ def evaluation_limits(spec: RunSpec) -> EvaluationLimits:
     """Deadlines and budgets of one evaluation of a run."""
     return EvaluationLimits(
         deadline_s=spec.evaluation.deadline,
-        drain_deadline_s=stretched("drain", spec.rollout.drain_deadline),
+        drain_deadline_s=drain_deadline_s(spec),
         call_deadline_s=spec.rollout.waiting_deadline + spec.rollout.running_deadline,
         skip_share=spec.reward.skip_budget,
     )

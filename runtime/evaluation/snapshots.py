@@ -79,7 +79,7 @@ def find_weights(root: RunRoot, records: tuple[Record, ...], request: Request) -
     update = PolicyId.parse(request.policy).update
     for folder in _candidates(root, request):
         receipt = read_receipt(folder)
-        if receipt is None or not _is_of(receipt, request, records):
+        if receipt is None or not receipt.is_model or not _is_of(receipt, request, records):
             continue
         if request.snapshot is not None and weights_digest(receipt) != request.snapshot.digest:
             problems.append(f"{folder} holds other weights")

@@ -95,6 +95,9 @@ class Rules:
     force: bool = False
     """By hand: cap, delay and repeated failures set aside."""
     first_delay_s: float = FIRST_DELAY_S
+    asked: frozenset[Path] = frozenset()
+    """Folders of evaluations that a person names: owed or not, these are submitted, and no others.
+    Empty: whatever is due."""
 
 
 @dataclass(slots=True)
@@ -115,11 +118,17 @@ class _Pass:
             receipt = self._ended(folder, receipt)
             (open_ if receipt.open_try is not None else others).append((folder, receipt))
         for folder, receipt in open_:
-            yield self._open(folder, receipt)
+            row = self._open(folder, receipt)
+            if self._is_shown(folder):
+                yield row
         # The run's last update first: its number is what people wait for.
         others.sort(key=lambda each: (not self._is_final(each[1]), each[1].update))
         for folder, receipt in others:
-            yield self._closed(folder, receipt)
+            if self._is_shown(folder):
+                yield self._closed(folder, receipt)
+
+    def _is_shown(self, folder: Path) -> bool:
+        return not self.rules.asked or folder in self.rules.asked
 
     def _derive(self, folder: Path) -> EvaluationReceipt | None:
         stands = history.is_standing(self.records, PolicyId.parse(folder.parent.name))
@@ -177,7 +186,8 @@ class _Pass:
             return self._row(receipt, "waits", "its commit does not stand yet")
         if receipt.request.mode == "shared" and not self._is_session_over(receipt):
             return self._row(receipt, "waits", "the session tries it")
-        if receipt.state != "requested" and (row := self._not_again(receipt)):
+        is_named = folder in self.rules.asked
+        if receipt.state != "requested" and not is_named and (row := self._not_again(receipt)):
             return row
         if self.in_flight >= IN_FLIGHT:
             return self._row(receipt, "waits", f"{self.in_flight} are in flight")

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.run import RunSpec
 from runtime.data.routed import RouterShape
 from runtime.engines.protocol import SamplingSettings
 from runtime.errors import ConfigError
+from runtime.waits import stretched
+
+
+def drain_deadline_s(spec: RunSpec) -> float:
+    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
+    return stretched("drain", spec.rollout.drain_deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

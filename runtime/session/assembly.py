@@ -19,6 +19,7 @@ from runtime.session.ground import Ground
 from runtime.session.headed import HeadRay
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
+from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.running import running
 from runtime.session.sequence import Session
@@ -45,11 +46,12 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     try:
         prepared, trainer = await _prepare_beside(ground, own_ray)
         nodes = own_ray.nodes
-        ground.tasks.start_soon(nodes.watch)
+        watching = anyio.CancelScope()
+        ground.tasks.start_soon(_watch, nodes, watching)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
         if ground.caches is not None:
             # Before anything is compiled; the processes know the folder since they started.
-            await ground.caches.restore(Path(prepared.model))
+            await ground.caches.restore(Path(prepared.model), nodes)
         engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
         try:
             facts = await _load_and_start(ground, prepared, engines, trainer)
@@ -59,6 +61,11 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
             with anyio.CancelScope(shield=True):
                 await trainer.shutdown()
                 await engines.monitor.stop()
+        if ground.caches is not None and nodes.nodes:
+            # Other nodes are reached while Ray is up; one that is lost now costs its cache alone.
+            watching.cancel()
+            ground.view.doing("cache")
+            await ground.caches.gather(lambda: ground.signals.is_terminated)
     except Exception:
         # What broke first may only be the first sign of a lost node.
         await own_ray.nodes.settle()
@@ -68,11 +75,18 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
             await anyio.to_thread.run_sync(own_ray.stop)
 
 
+async def _watch(nodes: Nodes, watching: anyio.CancelScope) -> None:
+    with watching:
+        await nodes.watch()
+
+
 def _ray_of(ground: Ground) -> SessionRay:
     context = ground.context
     if context.order.ray == "own":
         return LocalRay(ground.scratch, num_gpus=context.plan.topology.gpus_per_replica)
     env = owned_environment(_code(context), attempt_dir=context.attempt.path, epoch=context.epoch)
+    if ground.caches is not None:
+        env |= ground.caches.environment
     deadline_s = context.spec.launch.synchronized_start_timeout
     if context.order.ray == "job":
         return JoinedRay(

@@ -1,14 +1,14 @@
 """A session's compiler caches: restored once the model is known, published when all is over.
 
-Nothing here raises, and nothing outlasts ``output.cache_wait`` by more than the report.
+Nothing here raises, and nothing outlasts ``output.cache_wait`` by more than the report; on a group
+of nodes, by more than their answers.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -17,14 +17,14 @@ import anyio.to_thread
 from pydantic import JsonValue
 
 from runtime.caches import publishing
-from runtime.caches.key import CacheKey, key_of
-from runtime.caches.publishing import PartReport, Publisher, Restored
-from runtime.caches.stores import CacheStore, open_store
+from runtime.caches.publishing import PartReport, Restored
 from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
 from runtime.rundir.history import committed_update
 from runtime.rundir.receipts import Receipt, write_receipt
 from runtime.session.context import Context
+from runtime.session.node_caches import CacheOrder, GroupCaches, NodeCache, once
+from runtime.session.nodes import Nodes
 from runtime.session.steps import StepKind
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
@@ -32,27 +32,29 @@ from runtime.telemetry.recorder import Recorder
 from runtime.telemetry.timing import Stage
 
 _log = get_logger()
-_POLL_S = 0.2
+_ALONE = ""
+"""Stands for the one node of a session that has no group."""
+
+Reports = Mapping[str, Sequence[PartReport] | Exception]
+"""By address of the node."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionCaches:
-    """One node's caches of one session."""
+    """The caches of one session, on its own node or on all hosts of its group."""
 
     context: Context
     recorder: Recorder
     root: Path
-    """On local disk; gone after the session."""
-    _key: CacheKey | None = field(default=None, init=False)
-    _store: CacheStore | None = field(default=None, init=False)
+    """On local disk, of every node; gone after the session."""
+    _node: NodeCache | None = field(default=None, init=False)
+    _group: GroupCaches | None = field(default=None, init=False)
+    _gathered: Reports = field(default_factory=dict[str, Sequence[PartReport]], init=False)
 
     @classmethod
     def of(cls, context: Context, recorder: Recorder, root: Path) -> SessionCaches | None:
-        """The caches of a session; None where its run file keeps none.
-
-        None also where Ray is not the session's own: its processes have their environment already.
-        """
-        if context.spec.output.compiler_cache is None or context.order.ray == "job":
+        """The caches of a session; None where its run file keeps none."""
+        if context.spec.output.compiler_cache is None:
             return None
         return cls(context=context, recorder=recorder, root=root)
 
@@ -61,30 +63,62 @@ class SessionCaches:
         """For every process of the session, before it is started."""
         return publishing.environment(self.root)
 
-    async def restore(self, model: Path) -> None:
+    async def restore(self, model: Path, nodes: Nodes | None = None) -> None:
         """Bring in what was published for this model, layout and machine; else start cold.
 
         Args:
             model: HF folder of the initial model.
+            nodes: of the attempt; None, or none in it: this host alone.
         """
-        output = self.context.spec.output
+        order = self._order(model)
         with self.recorder.timing.stage(Stage.CACHE_RESTORE) as stage:
             try:
-                self._key = await anyio.to_thread.run_sync(key_of, model, self._layout())
-                assert output.compiler_cache is not None
-                self._store = await anyio.to_thread.run_sync(open_store, output.compiler_cache)
-                restore = partial(
-                    publishing.restore, self.root, self._store, self._key, wait_s=output.cache_wait
-                )
-                found: Restored = await anyio.to_thread.run_sync(restore)
+                if nodes is None or not nodes.nodes:
+                    self._node = NodeCache(order)
+                    found = {_ALONE: await anyio.to_thread.run_sync(self._node.restore)}
+                else:
+                    found = await self._restore_group(order, nodes)
             except Exception as error:
                 _log.warning(Event.CACHE_FAILED, what="restore", error=repr(error))
                 return
-            stage.cold = not found.parts
-            stage.detail.update(parts=dict(found.parts), problems=dict(found.problems))
-        self.recorder.lifecycle.record(
-            Event.CACHE_RESTORED, parts=dict(found.parts), problems=dict(found.problems)
+            # A start is as cold as its coldest node.
+            stage.cold = not found or not all(node.parts for node in found.values())
+            parts = {_named(a, p): n for a, node in found.items() for p, n in node.parts.items()}
+            problems = {
+                _named(a, p): why for a, node in found.items() for p, why in node.problems.items()
+            }
+            stage.detail.update(parts=parts, problems=problems)
+        self.recorder.lifecycle.record(Event.CACHE_RESTORED, parts=parts, problems=problems)
+
+    async def _restore_group(self, order: CacheOrder, nodes: Nodes) -> dict[str, Restored]:
+        self._group = GroupCaches(
+            order=order, attempt_dir=str(self.context.attempt.path), epoch=self.context.epoch
         )
+        answers = await self._group.restore(
+            nodes,
+            trainer_ranks=self.context.plan.topology.trainer_ranks,
+            engines=self.context.spec.rollout.engines,
+        )
+        return {
+            address: Restored(parts={}, problems={"all": repr(found)})
+            if isinstance(found, Exception)
+            else found
+            for address, found in answers.items()
+        }
+
+    async def gather(self, is_terminated: Callable[[], bool]) -> None:
+        """Publish on the nodes of a group, while they can be reached; ``publish`` tells of it.
+
+        Args:
+            is_terminated: the hardware is being taken away: nothing more is begun then.
+        """
+        if self._group is None:
+            return
+        try:
+            with self._timed() as reports:
+                reports |= await self._group.publish(is_terminated)
+        except Exception as error:
+            _log.warning(Event.CACHE_FAILED, what="publish", error=repr(error))
 
     async def publish(self, is_terminated: Callable[[], bool]) -> None:
         """Publish what was compiled, within the one wait; the report comes after it.
@@ -92,62 +126,47 @@ class SessionCaches:
         Args:
             is_terminated: the hardware is being taken away: nothing more is begun then.
         """
-        reports: list[PartReport] = []
         try:
-            if self._key is not None and self._store is not None:
-                reports = await self._publish(self._key, self._store, is_terminated)
+            if self._node is not None:
+                with self._timed() as reports:
+                    reports[_ALONE] = await _published(self._node, is_terminated)
         except Exception as error:
             _log.warning(Event.CACHE_FAILED, what="publish", error=repr(error))
         began, start = self.context.clock.time(), self.context.clock.monotonic()
         try:
-            await anyio.to_thread.run_sync(self._report, reports)
+            await anyio.to_thread.run_sync(self._report, self._gathered)
         except Exception as error:
             _log.warning(Event.CACHE_FAILED, what="report", error=repr(error))
         elapsed_s = self.context.clock.monotonic() - start
         self.recorder.timing.record(Stage.CACHE_REPORT, start=began, duration_s=elapsed_s)
 
-    async def _publish(
-        self, key: CacheKey, store: CacheStore, is_terminated: Callable[[], bool]
-    ) -> list[PartReport]:
-        output, clock = self.context.spec.output, self.context.clock
-        cancelled = threading.Event()
-        publisher = Publisher(
-            root=self.root,
-            store=store,
-            key=key,
-            by=f"{self.context.spec.name}, attempt {self.context.attempt.number}",
-            publishers=output.cache_publishers,
-            wait_s=output.cache_wait,
-            clock=clock,
-            cancelled=cancelled,
-        )
-
-        async def watch() -> None:
-            while True:
-                if is_terminated():
-                    cancelled.set()
-                await anyio.sleep(_POLL_S)
-
-        began = clock.time()
-        reports: list[PartReport] = []
-        if is_terminated():
-            cancelled.set()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            reports += await anyio.to_thread.run_sync(publisher.publish)
-            tasks.cancel_scope.cancel()
-        pack_s = sum(report.pack_s for report in reports)
-        publish_s = sum(report.publish_s for report in reports)
+    @contextmanager
+    def _timed(self) -> Generator[dict[str, Sequence[PartReport] | Exception]]:
+        """Collects reports; the rows about them are those of the slowest node."""
+        began = self.context.clock.time()
+        reports: dict[str, Sequence[PartReport] | Exception] = {}
+        yield reports
+        self._gathered = reports
+        told = [parts for parts in reports.values() if not isinstance(parts, Exception)]
+        pack_s = max((sum(part.pack_s for part in parts) for parts in told), default=0.0)
+        publish_s = max((sum(part.publish_s for part in parts) for parts in told), default=0.0)
         timing = self.recorder.timing
         timing.record(Stage.CACHE_PACK, start=began, duration_s=pack_s)
         timing.record(Stage.CACHE_PUBLISH, start=began + pack_s, duration_s=publish_s)
-        return reports
 
-    def _report(self, reports: list[PartReport]) -> None:
+    def _report(self, reports: Reports) -> None:
         update = max(0, committed_update(Chain(self.context.root).read()))
-        detail: dict[str, JsonValue] = {
-            report.part: cast("JsonValue", asdict(report)) for report in reports
-        }
+        detail: dict[str, JsonValue] = {}
+        outcomes: dict[str, str] = {}
+        for address, found in reports.items():
+            if isinstance(found, Exception):
+                detail[address] = {"outcome": "failed", "problem": repr(found)}
+                outcomes[address] = "failed"
+                continue
+            for report in found:
+                name = _named(address, report.part)
+                detail[name] = cast("JsonValue", asdict(report))
+                outcomes[name] = report.outcome
         policy = PolicyId(self.context.epoch, update)
         write_receipt(
             self.context.root,
@@ -159,10 +178,21 @@ class SessionCaches:
                 detail=detail,
             ),
         )
-        self.recorder.lifecycle.record(
-            Event.CACHE_PUBLISHED, parts={report.part: report.outcome for report in reports}
-        )
+        self.recorder.lifecycle.record(Event.CACHE_PUBLISHED, parts=outcomes)
         publishing.discard(self.root)
+
+    def _order(self, model: Path) -> CacheOrder:
+        output = self.context.spec.output
+        assert output.compiler_cache is not None
+        return CacheOrder(
+            root=self.root,
+            place=output.compiler_cache,
+            model=model,
+            layout=self._layout(),
+            wait_s=output.cache_wait,
+            publishers=output.cache_publishers,
+            by=f"{self.context.spec.name}, attempt {self.context.attempt.number}",
+        )
 
     def _layout(self) -> dict[str, JsonValue]:
         spec, topology = self.context.spec, self.context.plan.topology
@@ -174,3 +204,18 @@ class SessionCaches:
             "engine": spec.rollout.engine,
             "engine_tensor": spec.rollout.tensor,
         }
+
+
+def _named(address: str, part: str) -> str:
+    return f"{address}/{part}" if address else part
+
+
+async def _published(node: NodeCache, is_terminated: Callable[[], bool]) -> list[PartReport]:
+    async def cancel() -> None:
+        node.cancel()
+
+    if is_terminated():
+        node.cancel()
+    async with once(is_terminated, cancel):
+        reports = await anyio.to_thread.run_sync(node.publish)
+    return reports

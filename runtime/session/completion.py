@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from configs.run import RunSpec
 from configs.schedule import commit_due, evaluation_due
+from runtime.checkpoints.copied import UPLOAD, read_copied
 from runtime.checkpoints.files import locate
 from runtime.errors import StoreError
 from runtime.evaluation.found import standing_result
@@ -71,6 +72,7 @@ def completion_rows(
         _counts(root, records, view, spec, expected, seen),
         _audit(root, records, view, spec),
         _weights(root, records, view),
+        *_copy(root, records, spec),
     )
 
 
@@ -290,6 +292,23 @@ def _weights(root: RunRoot, records: Records, view: Workflow) -> Row:
     missing = () if is_last else (f"publication/{view.update}",)
     found += "; the session closed its engines and left with 0"
     return Row(name=name, is_filled=is_last, found=found, missing=missing)
+
+
+def _copy(root: RunRoot, records: Records, spec: RunSpec | None) -> Iterator[Row]:
+    """Whether the newest commit lies in the object store too; no row where none is asked for."""
+    commit = history.newest_commit(records)
+    if spec is None or spec.checkpoint.upload is None or commit is None:
+        return
+    copied = read_copied(root)
+    if copied is None:
+        found, is_newest = f"no copy in {spec.checkpoint.upload}", False
+    else:
+        found = f"{copied.policy} whole in {copied.detail.get('store')}"
+        is_newest = str(copied.policy) == commit.policy
+        found += "" if is_newest else f", {commit.policy} is not there yet"
+    is_over = history.is_complete(records)
+    missing = (f"{UPLOAD}/{commit.update}",) if is_over and not is_newest else ()
+    yield Row(name="copy", is_filled=is_over and is_newest, found=found, missing=missing)
 
 
 def _last_published(path: Path) -> Decision | None:

@@ -29,13 +29,7 @@ def scratch_folder(run_key: str, epoch: int) -> Path:
         epoch: older epochs' folders of the same run are swept when a newer one starts.
     """
     base = _base()
-    base.mkdir(mode=0o700, exist_ok=True)
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        # The name can be guessed: whoever made it first would choose the token of our Ray.
-        raise SessionLost(
-            f"{base} is not a folder of this user alone; remove it or set TMPDIR", folder=str(base)
-        )
+    private_folder(base)
     folder = base / f"{run_key}-{epoch}"
     if len(str(folder)) + _RAY_SUFFIX > _SOCKET_PATH_LIMIT:
         raise SessionLost(
@@ -48,6 +42,22 @@ def scratch_folder(run_key: str, epoch: int) -> Path:
             shutil.rmtree(older, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder of this user alone, whose name others can guess. Idempotent.
+
+    Raises:
+        SessionLost: if somebody else made it, or can look into it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        # Whoever made it first would choose the token of our Ray, and what our compilers run.
+        raise SessionLost(
+            f"{folder} is not a folder of this user alone; remove it or set TMPDIR",
+            folder=str(folder),
+        )
 
 
 def remove_scratch(key: str) -> None:

@@ -39,7 +39,7 @@ from runtime.rollout.functions import SingleTurn
 from runtime.rollout.gate import AdmissionGate
 from runtime.rollout.parts import ProducerParts
 from runtime.rollout.producer import Producer
-from runtime.rollout.settings import ProducerSettings
+from runtime.rollout.settings import ProducerSettings, drain_deadline_s
 from runtime.rollout.stop_rule import StopRule
 from runtime.session.context import Context
 from runtime.session.nodes import Nodes
@@ -150,11 +150,6 @@ def open_stores(prepared: Prepared) -> dict[str, PromptStore]:
     for name, found in prepared.sets.items():
         stores[name] = open_frozen(Path(found.data))
     return stores
-
-
-def drain_deadline_s(spec: RunSpec) -> float:
-    """Longest wait for admitted calls when the gate shuts, for publication and evaluation alike."""
-    return stretched("drain", spec.rollout.drain_deadline)
 
 
 def sampling_settings(spec: RunSpec) -> SamplingSettings:

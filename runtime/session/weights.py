@@ -10,14 +10,12 @@ from runtime.publication.disk import DiskTransport
 from runtime.publication.ipc import IpcTransport
 from runtime.publication.protocol import PublicationTransport
 from runtime.publication.transaction import Publisher
+from runtime.rollout.settings import drain_deadline_s
 from runtime.session.context import Context
 from runtime.session.ground import Ground
 from runtime.session.nodes import Nodes
 from runtime.session.publishing import Publishing, publication_limits
-from runtime.session.serving import (
-    Engines,
-    drain_deadline_s,
-)
+from runtime.session.serving import Engines
 from runtime.trainer.group import TrainerGroup
 
 

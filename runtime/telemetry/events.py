@@ -139,7 +139,7 @@ class Event(StrEnum):
     CHECKPOINT_UPLOADED = "checkpoint.uploaded", "Its copy in the object store is whole."
     CHECKPOINT_UPLOAD_FAILED = (
         "checkpoint.upload_failed",
-        "The object store did not take it; the next commit brings it along.",
+        "The object store did not take it; the next commit, or `milepost upload`, brings it along.",
     )
     CHECKPOINT_FETCHED = (
         "checkpoint.fetched",

@@ -35,6 +35,8 @@ pytestmark = [
 ]
 LAST = 120
 EVERY = 20
+OFF = 90
+"""A commit that is still there at the end, and no evaluation's update."""
 PATIENCE_S = 1800.0
 MILEPOST = [sys.executable, "-m", "flows.cli"]
 
@@ -75,6 +77,8 @@ class Lane:
             f"core.max_updates={LAST}",
             'evaluation.mode="background"',
             f"evaluation.every_updates={EVERY}",
+            "checkpoint.every_updates=30",
+            "checkpoint.keep=3",
             'tracking.mode="disabled"',
         ]
         options = [part for each in sets for part in ("--set", each)]
@@ -171,6 +175,7 @@ def test_a_final_evaluation_that_is_killed_twice_is_brought_home_by_the_schedule
         assert (by, found["auto_scheduled"]) == ("resubmission", True)
         assert found["created_by"]["type"] == "SCHEDULE"
     assert_cadence_landed(lane)
+    assert_asked_by_hand(lane)
     assert_training_never_paused(lane)
 
     lane.until(lambda: "1 done" not in said(lane), "one more pass")
@@ -202,6 +207,20 @@ def assert_cadence_landed(lane: Lane) -> None:
         assert receipt.lag_updates is not None
         items = [json.loads(line)["index"] for line in (folder / "items.jsonl").open()]
         assert sorted(items) == list(range(256))
+
+
+def assert_asked_by_hand(lane: Lane) -> None:
+    """A commit off the cadence is evaluated for who asks, and the next who asks is shown that."""
+    asked = ("evaluate", str(lane.root.path), "--update", str(OFF), "--wait", str(PATIENCE_S))
+    assert lane.milepost(*asked) == 0
+    (folder,) = lane.root.evaluations.glob(f"e*.u{OFF}/holdout")
+    receipt = derive(folder, stands=True)
+    assert receipt is not None
+    (only,) = receipt.tries
+    assert only.submission is not None
+    assert only.submission.by == "a person"
+    assert lane.milepost(*asked) == 0
+    assert derive(folder, stands=True) == receipt
 
 
 def assert_training_never_paused(lane: Lane) -> None:

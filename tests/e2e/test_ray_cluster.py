@@ -44,7 +44,7 @@ def sets_for(cluster: RayCluster, run: Run) -> list[str]:
         'launch.backend="ray"', f'launch.cluster="{cluster.url}"', "launch.replicas=2",
         f'launch.weka_mounts=["{run.file.parent}", "{run.made}"]', "core.data=2",
         "rollout.engines=2", 'launch.auto_resume="milepost"', "data.epochs=200",
-        "core.max_updates=30",
+        "core.max_updates=30", f'output.compiler_cache="{run.made}/caches"',
     ]  # fmt: skip
 
 
@@ -87,6 +87,9 @@ def test_a_lost_node_interrupts_the_attempt_and_the_next_one_completes_the_run(
     assert newest.restored_update >= seen
     run.until(lambda: not run.processes(), "all processes to leave", attach=False)
     assert_whole(run, updates=30)
+    # Each host's caches were looked for and asked after; a run without compilation leaves none.
+    assert [row["problems"] for row in run.events("cache.restored")] == [{}, {}]
+    assert [row["parts"] for row in run.events("cache.published")] == [{}]
     receipts = Receipts(tmp_path / "receipts").of_root(run.root.path)
     assert [(r.attempt, r.backend) for r in receipts] == [(1, "ray"), (2, "ray")]
 

@@ -1,10 +1,12 @@
-"""`milepost export` and `milepost resubmit-evaluations`, from a run directory alone."""
+"""`milepost export`, `evaluate` and `resubmit-evaluations`, from a run directory alone."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from flows.cli import build_app
 from runtime.checkpoints.export import RECEIPT, read_receipt
-from runtime.evaluation.receipts import derive
+from runtime.evaluation.receipts import Result, claim_try, derive, finish_try
 from runtime.recipes import laptop
 from tests.runtime.evaluation.test_job import POLICY, Job
 
@@ -65,18 +67,44 @@ def test_an_update_without_a_commit_names_those_there_are(job: Job) -> None:
     assert "there are: 0" in json.loads(said)["message"]
 
 
-def test_without_a_server_nothing_is_claimed(job: Job) -> None:
-    job.ask()
+def without_a_server(*arguments: str) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "resubmit-evaluations", str(job.root.path), "--json"],
+        [sys.executable, "-m", "flows.cli", *arguments, "--json"],
         env=os.environ
         | {"PREFECT_API_URL": "http://127.0.0.1:1/api", "PREFECT_CLIENT_MAX_RETRIES": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["error"] == "JobsAway"
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_what_is_asked_for_without_a_server_waits_and_its_result_is_shown_without_one(
+    job: Job,
+) -> None:
+    root = str(job.root.path)
+    code, refused = milepost("evaluate", root, "--update", "7", "--json")
+    assert (code, json.loads(refused)["error"]) == (1, "ConfigError")
+    code, said = without_a_server("evaluate", root)
+    assert (code, said["error"]) == (1, "JobsAway")
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert receipt.state == "requested"
+
+    claim_try(job.evaluation, by="test", time=1.0)
+    finish_try(job.evaluation, 0, Result(time=2.0, state="succeeded", metrics={"mean": 0.5}))
+    code, answer = milepost("evaluate", root, "--only", "held", "--json")
+    (shown,) = json.loads(answer)["evaluations"]
+    assert (code, shown["state"], shown["policy"]) == (0, "succeeded", str(POLICY))
+    assert shown["metrics"] == {"mean": 0.5}
+
+
+def test_without_a_server_nothing_is_claimed(job: Job) -> None:
+    shutil.rmtree(job.evaluation, ignore_errors=True)
+    job.ask()
+    code, said = without_a_server("resubmit-evaluations", str(job.root.path))
+    assert (code, said["error"]) == (1, "JobsAway")
     receipt = derive(job.evaluation, stands=True)
     assert receipt is not None
     assert receipt.state == "requested"

@@ -51,7 +51,10 @@ def server_environment(
     paths = [str(private / "plugins"), str(ROOT), *theirs]
     caches = Path(settings.cache_root or platformdirs.user_cache_path("milepost") / "engines")
     env = dict(environ)
-    env.update({name: str(caches / folder) for name, folder in _CACHES.items()})
+    for name, folder in _CACHES.items():
+        # A session that keeps an archive of caches has pointed its processes at its own folder.
+        if settings.cache_root is not None or not env.get(name):
+            env[name] = str(caches / folder)
     env.update(
         PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
         PYTHONUNBUFFERED="1",

@@ -89,6 +89,12 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
         member("hard", tarfile.LNKTYPE, "good"),
         member("pipe", tarfile.FIFOTYPE),
         member("device", tarfile.CHRTYPE),
+        member("disk", tarfile.BLKTYPE),
+        member("folder", tarfile.DIRTYPE),
+        member("sparse", tarfile.GNUTYPE_SPARSE),
+        member("good"),
+        member("good/below"),
+        member("."),
     ],
     ids=lambda m: f"{m.name}-{m.type!r}",
 )
@@ -100,6 +106,37 @@ def test_an_archive_with_anything_but_plain_files_inside_leaves_nothing(
     with pytest.raises(BadArchive):
         unpack(tmp_path / "a", tmp_path / "at" / "out", sha256=sha256)
     assert {p.name for p in tmp_path.rglob("*")} == {"at", "a"}
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_would_fill_the_memory_is_not_read(kind: bytes, tmp_path: Path) -> None:
+    header = member("long", kind)
+    header.size = 1 << 30
+    with pa.CompressedOutputStream(str(tmp_path / "a"), "zstd") as stream:
+        stream.write(header.tobuf())
+    with pytest.raises(BadArchive, match="no business"):
+        unpack(tmp_path / "a", tmp_path / "out", sha256=digest(tmp_path / "a"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_names_are_no_such_header(tmp_path: Path) -> None:
+    files = {"/".join(["d" * 100] * 5 + ["\u00e9"]): b"x"}
+    fill(tmp_path / "in", files)
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    assert tree(tmp_path / "out") == files
+
+
+def test_what_grows_out_of_all_proportion_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "in", {"zeros": bytes(4 << 20)})
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    assert unpack(packed.path, tmp_path / "small", sha256=packed.sha256) == 1
+    monkeypatch.setattr(archive, "FREE_BYTES", 1 << 20)
+    with pytest.raises(BadArchive, match="bytes"):
+        unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_changed_byte_is_seen_before_anything_is_read(tmp_path: Path) -> None:

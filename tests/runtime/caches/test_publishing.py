@@ -1,5 +1,6 @@
 """Round trips over both stores, and everything that can go wrong without a run noticing."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ import boto3
 import pytest
 from moto import mock_aws
 
+from runtime.caches import publishing
+from runtime.caches.archive import pack
 from runtime.caches.key import CacheKey, key_of
 from runtime.caches.publishing import PARTS, Publisher, environment, restore
 from runtime.caches.stores import BucketStore, CacheStore, FolderStore, open_store
@@ -129,6 +132,16 @@ def test_a_store_that_fails_is_an_outcome(verb: str, tmp_path: Path) -> None:
     assert {r.outcome for r in reports} == {"failed"}
     assert all("no space" in (r.problem or "") for r in reports)
     assert not list(root.glob(".*"))
+
+
+def test_a_local_disk_without_room_to_pack_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = compiled(tmp_path / "a", inductor=os.urandom(1 << 20))
+    monkeypatch.setattr(publishing, "pack", lambda folder, to: pack(folder, Path("/dev/full")))
+    (report,) = publisher(root, FolderStore(tmp_path / "s")).publish()
+    assert (report.outcome, "no space" in (report.problem or "")) == ("failed", True)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("verb", ["find", "fetch"])

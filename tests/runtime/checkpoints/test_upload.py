@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from runtime.checkpoints.bucket import Bucket, StoreUnreachable
+from runtime.checkpoints.copied import read_copied
 from runtime.checkpoints.download import restore_copy
 from runtime.checkpoints.resume import find_restorable
 from runtime.checkpoints.retention import retain
@@ -316,6 +317,7 @@ def test_only_the_newest_of_those_that_wait_is_copied_and_a_store_that_was_away_
             uploads.committed(commits(root)[1])
             assert not await uploads.settle()
         assert uploads.pinned == {commits(root)[1].policy}
+        assert read_copied(root) is None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(uploads.run)
             for each in commits(root)[2:]:
@@ -327,6 +329,9 @@ def test_only_the_newest_of_those_that_wait_is_copied_and_a_store_that_was_away_
     anyio.run(main)
     assert uploads.copied == commits(root)[-1]
     assert uploads.pinned == set()
+    copied_in_root = read_copied(root)
+    assert str(copied_in_root.policy) == commits(root)[-1].policy
+    assert copied_in_root.detail["store"] == str(bucket)
     assert said == ["checkpoint.upload_failed", "checkpoint.uploaded"]
     shutil.rmtree(root.path)
     assert restore_copy(new_root(root.path), bucket) == uploads.copied

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import load_run
+from runtime.caches import publishing
 from runtime.engines.factory import engine_owner
 from runtime.engines.sglang.bounded_log import BoundedLog
 from runtime.engines.sglang.environment import make_private, server_environment
@@ -135,6 +136,17 @@ def test_a_run_files_keepalive_reaches_the_servers_environment_and_nothing_else_
     env = server_environment(owner.settings, tmp_path / "private", environ)
     assert env["SGLANG_TIMEOUT_KEEP_ALIVE"] == told
     assert not any("keepalive" in word.replace("-", "") for word in command_line(owner.settings))
+
+
+def test_kernels_go_where_the_session_keeps_caches_for_its_archive(tmp_path: Path):
+    settings = SglangSettings(model_path="/m", python="/p")
+    kept = publishing.environment(tmp_path / "caches")
+    env = server_environment(settings, tmp_path / "private", kept)
+    assert {name: env[name] for name in kept} == kept
+    # What no archive holds stays with the user, as without one.
+    alone = server_environment(settings, tmp_path / "private", {})
+    assert env["CUDA_CACHE_PATH"] == alone["CUDA_CACHE_PATH"]
+    assert all(str(tmp_path) not in alone[name] for name in kept)
 
 
 def test_the_plugin_is_found_the_way_the_server_looks_for_it(tmp_path: Path):

@@ -50,6 +50,14 @@ class Weights:
             num_tensors=1, num_bytes=16, digests={"sha256": checksums(tensors.items())}
         )
 
+    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+        tensors = {"a": torch.zeros(2)}
+        save_file(tensors, Path(folder) / "adapter_model.safetensors")
+        (Path(folder) / "adapter_config.json").write_text("{}")
+        return WrittenSnapshot(
+            num_tensors=1, num_bytes=8, digests={"sha256": checksums(tensors.items())}
+        )
+
 
 class Asking:
     def __init__(self, folder: Path, tasks: Any, *, epoch: int = 1, overflow: str = "wait") -> None:
@@ -203,6 +211,24 @@ async def test_the_final_export_is_the_final_snapshot_and_all_is_outstanding(
         assert (snapshot.path, snapshot.lease) == (str(asking.root.export), None)
         assert asking.evaluator.outstanding == ["evaluation/8/held"]
         assert not asking.root.snapshots.exists()
+
+    await in_session(body)
+
+
+async def test_adapters_alone_are_no_snapshot(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        await export_live(
+            asking.root, asking.source, P8, model=asking.model, epoch=1, final=True, adapter=True
+        )
+        await asking.evaluator.final(P8, retries=0, backoff_s=0.0)
+        request = asking.receipt(P8).request
+        assert request.snapshot is not None
+        assert request.snapshot.path == str(asking.root.snapshots / str(P8))
+        unsaid = request.model_copy(update={"snapshot": None})
+        weights = find_weights(asking.root, Chain(asking.root).read(), unsaid)
+        assert weights is not None
+        assert weights.folder == asking.root.snapshots / str(P8)
 
     await in_session(body)
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -16,7 +18,7 @@ from configs.load import load_run
 from configs.plan import make_plan
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.export import read_receipt
-from runtime.checkpoints.from_commit import trainer_of
+from runtime.checkpoints.from_commit import export_update, trainer_of
 from runtime.clock import SystemClock
 from runtime.data.frozen import open_frozen
 from runtime.data.ledger import Ledger
@@ -25,7 +27,13 @@ from runtime.errors import OwnedError
 from runtime.evaluation.job import JobOrder, run_job
 from runtime.evaluation.opening import Asker, frozen_set
 from runtime.evaluation.receipts import Snapshot, derive, write_request
-from runtime.evaluation.snapshots import SnapshotMissing, make_weights, snapshot_of
+from runtime.evaluation.snapshots import (
+    SnapshotMissing,
+    find_weights,
+    make_weights,
+    snapshot_of,
+)
+from runtime.evaluation.submission import Rules, submit_due
 from runtime.policy import PolicyId
 from runtime.recipes import laptop
 from runtime.rundir import atomic
@@ -33,6 +41,7 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.session.preparing import Prepared, run_preparation
 from tests.runtime.checkpoints.tiny_run import IDENTITY, take_over
+from tests.runtime.evaluation.test_submission import Jobs
 
 pytestmark = pytest.mark.timeout(180)
 PROMPTS = 8
@@ -252,6 +261,78 @@ def test_a_snapshot_with_a_changed_byte_is_reported_with_what_to_do(job: Job) ->
         "skipped", "snapshot_missing", None,
     )  # fmt: skip
     assert job.items() == []
+
+
+def test_a_deleted_snapshot_is_reported_and_an_export_stands_in_for_it(job: Job) -> None:
+    snapshot = job.snapshot()
+    job.ask(snapshot)
+    shutil.rmtree(snapshot.path)
+    with pytest.raises(SnapshotMissing, match=r"milepost export .* --update 0"):
+        job.run(0)
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert (receipt.reason, receipt.next_try_at) == ("snapshot_missing", None)
+    anyio.run(partial(export_update, job.root, job.spec, model=Path(job.prepared.model), update=0))
+    found = find_weights(job.root, Chain(job.root).read(), receipt.request)
+    assert found is not None
+    assert found.folder == job.root.export_at(0)
+
+
+class Killed(BaseException):
+    pass
+
+
+STAGES = [
+    ("link", "started.json"),  # claimed, not begun
+    ("mkdir", ".e1.u0-e1.writing"),  # begun, no snapshot yet
+    ("rename", ".e1.u0-e1.writing"),  # the snapshot is whole, and has no name
+    ("link", "result.json"),  # every item is written, no result
+]
+"""Between them lie the items, whose kill is the test before's."""
+
+
+@pytest.mark.timeout(600)
+def test_a_try_that_is_killed_at_any_stage_is_followed_by_one_that_goes_on(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.ask()
+    jobs = Jobs()
+    for stage in [*STAGES, None]:
+        rules = Rules(by="test", force=True)
+        (row,) = submit_due(job.root, jobs, rules, clock=SystemClock())
+        assert row.verdict == "submitted"
+        key, order = jobs.orders[-1]
+
+        def probe(operation: str, path: Path, stage=stage) -> None:
+            if (operation, path.name) == stage:
+                raise Killed
+
+        monkeypatch.setattr(atomic, "probe", probe)
+        assert is_killed(order) == (stage is not None)
+        monkeypatch.setattr(atomic, "probe", None)
+        jobs.states[key] = "over"
+
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    reasons = [t.result.reason for t in receipt.tries if t.result is not None]
+    assert reasons == ["crashed"] * len(STAGES) + [None]
+    assert receipt.state == "succeeded"
+    assert sorted(job.items()) == list(range(PROMPTS))  # each once
+    assert [path.name for path in job.root.snapshots.iterdir()] == [str(POLICY)]
+    (row,) = submit_due(job.root, jobs, Rules(by="test", force=True), clock=SystemClock())
+    assert row.verdict == "done"
+
+
+def is_killed(order: JobOrder) -> bool:
+    try:
+        anyio.run(run_job, order)
+    except BaseExceptionGroup as error:
+        if error.subgroup(Killed) is None:
+            raise
+        return True
+    except Killed:
+        return True
+    return False
 
 
 def test_a_try_that_another_process_runs_is_left_alone(job: Job) -> None:

@@ -205,6 +205,29 @@ def test_a_cadence_evaluation_that_failed_is_nobodys_debt(owed: Owed) -> None:
     assert owed.submit()[4].verdict == "given_up"
 
 
+def test_what_a_person_names_is_tried_again_owed_or_not_and_nothing_else(owed: Owed) -> None:
+    failed, other = owed.ask(4), owed.ask(6, "final")
+    owed.submit(asked=frozenset({failed}))
+    error = TryError(error_class="E", fingerprint="f", message="m")
+    for _ in range(6):  # past cap, delay and repetition
+        owed.end(failed, state="failed", error=error)
+        assert set(rows := owed.submit(asked=frozenset({failed}))) == {4}
+        assert rows[4].verdict == "submitted"
+        assert owed.submit(asked=frozenset({failed}))[4].verdict == "in_flight"
+    owed.end(failed)
+    assert owed.submit(asked=frozenset({failed}))[4].verdict == "done"
+    assert receipts.derive(other, stands=True).state == "requested"
+
+
+def test_what_a_person_names_waits_for_its_place_too(owed: Owed) -> None:
+    named = owed.ask(2)
+    for update in (4, 6):
+        owed.ask(update, "final")
+    owed.submit()
+    row = owed.submit(asked=frozenset({named}))[2]
+    assert (row.verdict, row.why) == ("waits", "2 are in flight")
+
+
 def test_what_a_rewind_undid_is_voided(owed: Owed) -> None:
     owed.ask(4, "final")
     own(owed.root, epoch=2)  # restored nothing

@@ -87,5 +87,68 @@ async def test_evaluation_shares_the_engine_behind_the_gate(model_path):
     assert run.ledger.counts().requeued == 0
 
 
+class Noting(HttpEngineClient):
+    """The client; keeps the names of what it was asked for."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.rids = []
+
+    async def generate(self, request, *, deadline_s):
+        self.rids.append(request.rid)
+        return await super().generate(request, deadline_s=deadline_s)
+
+
+async def test_prompts_that_wait_out_an_evaluation_are_the_same_and_none_is_sampled_again(
+    model_path, monkeypatch
+):
+    settings = EngineSettings(model_path=model_path, weight_version=f"e{EPOCH}.u0")
+    async with Server(settings) as server, Noting(server.url) as client:
+        run = LiveRun(client, await client.info(), num_prompts=6, prompt=prompt, max_staleness=2)
+
+        def waiting():
+            pending = run.ledger.snapshot().pending
+            return dict(zip(pending.ids(), pending.attempt, strict=True))
+
+        async def refresh(update):
+            await client.pause("in_place")
+            await client.set_policy(PolicyId(EPOCH, update))
+            await client.resume()
+
+        admit, admitted = run.ledger.admit, []
+
+        def admit_and_shut():
+            # Shut between the admission of groups and the first step of their calls.
+            admitted.append(admit())
+            if len(admitted) == 4:
+                run.gate.shut("evaluation")
+            return admitted[-1]
+
+        monkeypatch.setattr(run.ledger, "admit", admit_and_shut)
+        async with run.running():
+            await run.wait_until(lambda: run.gate.waiters == 4)
+            before = waiting()
+            async with run.gate.evaluation(drain_deadline_s=20, max_calls=1) as admission:
+                async with admission.call():
+                    request = GenerateRequest(
+                        rid="evaluation",
+                        input_ids=(1,),
+                        sampling=SamplingSettings(max_new_tokens=4),
+                    )
+                    await client.generate(request, deadline_s=20)
+                assert (waiting(), run.gate.waiters) == (before, 4)
+                assert client.rids == ["evaluation"]
+            assert before.items() <= waiting().items()
+            with anyio.fail_after(20):
+                taken = await run.train(on_update=refresh)
+    consumed = {g.prompt.id: g.attempt for collection in taken for g in collection.groups}
+    assert consumed == dict.fromkeys(consumed, 1)
+    assert before.items() <= consumed.items()
+    assert len(consumed) == 6
+    # A request a group, each sent once.
+    assert sorted(client.rids[1:]) == sorted(f"e{EPOCH}-{p}-1-1" for p in consumed)
+    assert run.ledger.counts().requeued == 0
+
+
 async def republish(client, update):
     await client.set_policy(PolicyId(EPOCH, update))

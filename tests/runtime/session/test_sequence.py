@@ -471,6 +471,33 @@ async def test_a_failed_evaluation_is_tried_again_and_training_goes_on(tmp_path:
     assert sessions.view.failure is None
 
 
+async def test_an_evaluation_that_stays_failed_is_held_and_takes_the_session_down_with_its_error(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=8", EVALUATES)
+    sessions.fail("evaluate 4", *[EvaluationFailed("2 of 8 failed")] * 9)
+    assert await sessions.run() is EndedBy.PARKED
+    assert sessions.said.count("evaluate 4") == 2  # and one retry
+    assert sessions.said.index("hold") > sessions.said.index("evaluate 4")
+    assert "train 5" not in sessions.said
+    assert sessions.view.failure is not None
+    assert sessions.view.failure.error_class == "EvaluationFailed"
+    assert sessions.staged[-1] == 4
+
+
+async def test_an_evaluation_that_a_person_mends_goes_on_from_where_it_was_held(
+    tmp_path: Path,
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=6", EVALUATES)
+    sessions.has_person = True
+    sessions.fail("evaluate 4", *[EvaluationFailed("2 of 8 failed")] * 3)
+    assert await sessions.run() is EndedBy.MAX_UPDATES
+    assert sessions.said.count("evaluate 4") == 4
+    assert sessions.said.index("hold") < sessions.said.index("hold over")
+    assert sessions.said.index("hold over") < sessions.said.index("train 5")
+    assert sessions.view.failure is None
+
+
 async def test_a_held_export_that_nobody_mends_leaves_the_run_resumable(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path, "core.max_updates=2", EXPORTS)
     sessions.fail("export 2", *[DiskFull("full")] * 9)

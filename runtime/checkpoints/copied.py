@@ -1,0 +1,48 @@
+"""What is known here of a run's copy in an object store: the receipt of the newest whole one.
+
+Nobody asks the store for it: ``status`` answers from the output root alone.
+"""
+
+from __future__ import annotations
+
+from runtime.rundir.layout import RunRoot
+from runtime.rundir.receipts import Receipt, read_receipt, write_receipt
+from runtime.rundir.records import CommitRecord
+
+UPLOAD = "upload"
+"""The receipt's step."""
+
+
+def write_copied(
+    root: RunRoot, commit: CommitRecord, *, store: str, num_bytes: int, time: float
+) -> None:
+    """Say that a commit's copy is whole. Idempotent; a receipt of a later commit stays.
+
+    Args:
+        root: the run.
+        commit: whose copy it is.
+        store: as ``checkpoint.upload`` names it; credentials are no part of that.
+        num_bytes: sent for it; what was there already does not count.
+        time: wall seconds.
+
+    Raises:
+        DiskFull: if there was no room; copying again sends nothing and writes it.
+    """
+    standing = read_copied(root)
+    if standing is not None and standing.epoch == commit.epoch and standing.update > commit.update:
+        return
+    write_receipt(
+        root,
+        Receipt(
+            step=UPLOAD,
+            epoch=commit.epoch,
+            update=commit.update,
+            time=time,
+            detail={"policy": commit.policy, "store": store, "num_bytes": num_bytes},
+        ),
+    )
+
+
+def read_copied(root: RunRoot) -> Receipt | None:
+    """The receipt; None where no copy is known to be whole."""
+    return read_receipt(root, UPLOAD)
