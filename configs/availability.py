@@ -26,8 +26,6 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
     if spec.teacher is not None and spec.teacher.url:
         yield "teacher.url", list(spec.teacher.url), "a teacher served by an engine"
-    if spec.lora.rank > 0 and spec.lora.publish == "adapter":
-        yield "lora.publish", spec.lora.publish, "adapters in engines"
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
     for size in ("tensor", "pipeline", "context", "expert"):

@@ -227,12 +227,22 @@ def _lora(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             because="the megatron backend has no adapters",
             allowed='core.backend = "torch"',
         )
-    if spec.lora.rank > 0 and spec.lora.publish == "adapter" and spec.rollout.engine == "embedded":
+    if not spec.lora.publishes_adapter:
+        return
+    if spec.rollout.engine == "sglang":
         yield refused(
             "lora.publish",
             "rollout.engine",
-            because="the embedded engine takes no adapters",
-            allowed='rollout.engine = "sglang", or publish = "merged"',
+            because="an engine of SGLang lists no checksums of adapters, and running requests keep "
+            "the one they began with: neither weights nor policy ids could be verified",
+            allowed='rollout.engine = "embedded", or publish = "merged"',
+        )
+    if spec.core.publication_transport not in ("auto", "disk"):
+        yield refused(
+            "core.publication_transport",
+            "lora.publish",
+            because="an adapter travels as files",
+            allowed='"disk" or "auto", or lora.publish = "merged"',
         )
 
 

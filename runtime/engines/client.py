@@ -200,6 +200,24 @@ class HttpEngineClient:
         body = {"model_path": path, "weight_version": str(policy), "flush_cache": flush}
         await self._update("/update_weights_from_disk", body)
 
+    async def update_adapter(self, path: str, policy: PolicyId, *, flush: bool) -> None:
+        """Load an adapter in peft's format over the base and serve it as ``policy``.
+
+        Raises:
+            EngineRefused: if the engine takes none, could not load it, or ``flush`` meets retracted
+                requests.
+        """
+        self._check_flush(flush)
+        if not (await self.info()).takes_adapters:
+            raise EngineRefused("this engine takes no adapters for all requests", url=self._url)
+        body = {
+            "lora_name": str(policy),
+            "lora_path": path,
+            "weight_version": str(policy),
+            "flush_cache": flush,
+        }
+        await self._update("/load_lora_adapter", body)
+
     async def update_from_tensors(
         self, safetensors: bytes, *, policy: PolicyId | None, flush: bool
     ) -> None:

@@ -51,6 +51,7 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         update_bracket=await asks.status("/end_weight_update", {}) != 404,
         hash=facts.get("hash", "sha256"),
         shares=facts.get("shares", "none"),
+        takes_adapters=facts.get("takes_adapters", False),
         flat_broadcast=facts.get("flat_broadcast", False),
         tensor=int(server.get("tp_size") or 1),
     )

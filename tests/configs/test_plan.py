@@ -79,6 +79,8 @@ def test_transport_is_settled_by_a_fixed_rule(load: Load) -> None:
     assert make_plan(load('rollout.engine = "sglang"')).publication_transport == "disk"
     on_gpus = load('rollout.engine = "sglang"', "launch.gpus_per_replica = 2")
     assert make_plan(on_gpus).publication_transport == "broadcast"
+    adapter = load("launch.gpus_per_replica = 2", "lora.rank = 8", 'lora.publish = "adapter"')
+    assert make_plan(adapter).publication_transport == "disk"
     chosen = make_plan(load('core.publication_transport = "broadcast"'))
     assert chosen.publication_transport == "broadcast"
 
@@ -289,10 +291,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
     ("settings", "field"),
     [
         (('algorithm = "opd"', "teacher.url = 'http://x'"), "teacher.url"),
-        (
-            ("lora.rank = 8", 'lora.publish = "adapter"', 'rollout.engine = "sglang"'),
-            "lora.publish",
-        ),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
         (('reward.code.url = "http://x"',), "reward.code"),

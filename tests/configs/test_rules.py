@@ -135,9 +135,19 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     ),
     (
         "adapters to an engine that takes none",
-        ("lora.rank = 8", 'lora.publish = "adapter"'),
+        ("lora.rank = 8", 'lora.publish = "adapter"', 'rollout.engine = "sglang"'),
         "lora.publish",
-        "sglang",
+        "embedded",
+    ),
+    (
+        "an adapter by a collective",
+        (
+            "lora.rank = 8",
+            'lora.publish = "adapter"',
+            'core.publication_transport = "broadcast"',
+        ),
+        "core.publication_transport",
+        "travels as files",
     ),
     (
         "an argument that a field decides",

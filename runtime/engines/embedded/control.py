@@ -116,6 +116,7 @@ async def server_info(http: web.Request) -> web.Response:
             "internal_states": [
                 {
                     "weight_version": decoder.version,
+                    "adapter": engine.adapter.name,
                     "paused": engine.scheduler.paused,
                     "fused_decode": decoder.is_fused,
                     "weight_update_session": engine.session_open,
@@ -154,6 +155,7 @@ async def milepost(http: web.Request) -> web.Response:
             "vocab_size": rules.vocab_size,
             "context_length": rules.context_length,
             "shares": "memory",
+            "takes_adapters": True,
         }
     )
 

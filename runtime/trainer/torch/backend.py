@@ -18,7 +18,7 @@ from runtime.errors import ConfigError, ContractViolation, PartialWrite
 from runtime.trainer.packing import Cost, by_flops, by_tokens
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
-from runtime.trainer.torch.exports import AdapterExport, in_buckets
+from runtime.trainer.torch.exports import AdapterExport, BaseExport, in_buckets
 from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
@@ -203,6 +203,11 @@ class TorchTrainer:
         if lora is None:
             raise ConfigError("an adapter was asked for, but lora.rank is 0")
         return AdapterExport(weights=self._ready.weights, settings=lora, base=self._model_path)
+
+    @property
+    def base(self) -> BaseExport:
+        """What lies under the adapters, as another set of weights to export."""
+        return BaseExport(weights=self._ready.weights)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole weights in buckets of at most ``bucket_bytes``; a larger tensor comes alone.

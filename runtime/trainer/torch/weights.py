@@ -118,6 +118,16 @@ class Weights:
         for name, part in adapter_parts(self.scorer.causal_lm):
             yield name, whole(part.detach().to(self.dtype))
 
+    def base_specs(self) -> list[TensorSpec]:
+        """What ``base_tensors`` yields."""
+        return [self._spec(name, p) for name, p in self._of_model() if not p.requires_grad]
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights that do not train, adapters left out, one by one; collective."""
+        for name, param in self._of_model():
+            if not param.requires_grad:
+                yield name, whole(param.detach().to(self.dtype))
+
     def _spec(self, name: str, param: Tensor) -> TensorSpec:
         dtype = str(self.dtype).removeprefix("torch.")
         return TensorSpec(name=name, dtype=dtype, shape=tuple(param.shape))
