@@ -24,8 +24,6 @@ def unavailable(spec: RunSpec) -> list[str]:
 
 def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
-    if spec.teacher is not None and spec.teacher.url:
-        yield "teacher.url", list(spec.teacher.url), "a teacher served by an engine"
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
     for size in ("tensor", "pipeline", "context", "expert"):

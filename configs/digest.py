@@ -149,6 +149,7 @@ NEITHER: Mapping[str, tuple[str, ...]] = {
         "debug_exit_after",
     ),
     "lora": ("export",),
+    "teacher": ("token_env", "deadline", "concurrency"),
     "checkpoint": WHOLE,
     "evaluation": WHOLE,
     "output": WHOLE,

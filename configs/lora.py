@@ -25,8 +25,8 @@ class Lora(Section):
     peft's `modules_to_save`. With any, the base no longer serves as the reference, which is then
     loaded apart."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get: full weights, or the adapter in peft's format, which the embedded engine merges
-    itself: only its bytes travel."""
+    """What engines get: full weights, or the adapter in peft's format, which the embedded engine
+    merges itself: only its bytes travel."""
     export: Literal["merged", "adapter"] = "merged"
     """What the HF export holds."""
 

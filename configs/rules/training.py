@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from configs.names import ENV_NAME
 from configs.rules.finding import Finding, refused, warned
 from configs.rules.inputs import Rule
 from configs.run import RunSpec
 from configs.shape import ModelShape
+from configs.teacher import Teacher
+
+_KEEPS_SECRETS = ("kuberay", "beaker")
+"""Launch backends whose schedulers hand secrets to jobs."""
 
 
 def _sampling(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
@@ -216,6 +221,37 @@ def _teacher(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             "teacher.url",
             because=f"{word} of path and url set",
             allowed="path (held by the trainer) or url (SGLang)",
+        )
+    if teacher is not None and teacher.url:
+        yield from _served_teacher(spec, teacher)
+    elif teacher is not None and teacher.token_env is not None:
+        yield refused(
+            "teacher.token_env", because="a teacher held by the trainer is asked for no token"
+        )
+
+
+def _served_teacher(spec: RunSpec, teacher: Teacher) -> Iterator[Finding]:
+    if spec.rollout.temperature != 1:
+        yield refused(
+            "rollout.temperature",
+            "teacher.url",
+            because="servers tell log-probs of a given text at temperature 1, the student's are at "
+            f"{spec.rollout.temperature:g}",
+            allowed="rollout.temperature = 1, or teacher.path",
+        )
+    name, launch = teacher.token_env, spec.launch
+    if name is not None and ENV_NAME.fullmatch(name) is None:
+        yield refused(
+            "teacher.token_env",
+            because="no name of an environment variable (the token itself never stands in a file)",
+            allowed='such as "TEACHER_TOKEN"',
+        )
+    elif name is not None and launch.backend in _KEEPS_SECRETS and name not in launch.secrets:
+        yield refused(
+            "teacher.token_env",
+            "launch.secrets",
+            because=f"nothing brings {name} into the job",
+            allowed=f'launch.secrets = {{ {name} = "name-of-a-secret" }}',
         )
 
 

@@ -69,6 +69,14 @@ class Event(StrEnum):
         "group.requeued",
         "An attempt was given up; the pristine prompt is at the head.",
     )
+    TEACHER_CHECKED = (
+        "teacher.checked",
+        "A teacher's server reads text as the student does; its vocabulary, where it tells.",
+    )
+    TEACHER_RETRIED = (
+        "teacher.retried",
+        "A teacher's server did not score a response; it is asked again, or the group goes back.",
+    )
     GROUP_SKIPPED = "group.skipped", "The verifier failed twice; charged to reward.skip_budget."
     ROLLOUT_STOPPED = (
         "rollout.stopped",

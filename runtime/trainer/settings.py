@@ -180,6 +180,8 @@ class TrainerSettings:
     adapters and None: the base, which is held anyway."""
     teacher: str | None = None
     """Model folder of the teacher; loaded only if ``loss.teacher_coef`` is not 0."""
+    teacher_is_served: bool = False
+    """The teacher's log-probs come with the sequences instead; not together with ``teacher``."""
     lora: LoraSettings | None = None
     """None: all weights train."""
     distributed_timeout_s: float = 600.0
@@ -208,7 +210,7 @@ def from_spec(
         dtype: ``[model] dtype``.
         seed: of the run.
         lora: ``[lora]``; None, or rank 0: all weights train.
-        teacher: ``[teacher]``, held by the trainer; None: no distillation.
+        teacher: ``[teacher]``, held by the trainer or served; None: no distillation.
         deterministic: same seed, same loss, also on a GPU; costs speed there.
 
     Raises:
@@ -230,7 +232,8 @@ def from_spec(
         policy_grad_norm_every=core.policy_grad_norm_every,
         max_skipped_steps=core.max_skipped_steps,
         reference=None if core.reference is None else str(core.reference),
-        teacher=None if teacher is None else str(teacher.path),
+        teacher=None if teacher is None or teacher.path is None else str(teacher.path),
+        teacher_is_served=teacher is not None and bool(teacher.url),
         lora=None if lora is None or lora.rank == 0 else _lora(lora),
         distributed_timeout_s=core.distributed_timeout,
         seed=seed,

@@ -290,7 +290,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        (('algorithm = "opd"', "teacher.url = 'http://x'"), "teacher.url"),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
         (('reward.code.url = "http://x"',), "reward.code"),

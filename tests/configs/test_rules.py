@@ -128,6 +128,35 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     ),
     ("no teacher", ('algorithm = "opd"', "teacher.coef = 2.0"), "teacher.path", "neither"),
     (
+        "a served teacher at another temperature",
+        ('algorithm = "opd"', "teacher.url = 'http://x'", "rollout.temperature = 0.7"),
+        "rollout.temperature",
+        "teacher.path",
+    ),
+    (
+        "a token in place of its name",
+        ('algorithm = "opd"', "teacher.url = 'http://x'", "teacher.token_env = 'sk-12-34'"),
+        "teacher.token_env",
+        "never stands in a file",
+    ),
+    (
+        "a token that nobody brings",
+        (
+            'algorithm = "opd"',
+            "teacher.url = 'http://x'",
+            "teacher.token_env = 'TOKEN'",
+            'launch.backend = "kuberay"',
+        ),
+        "teacher.token_env",
+        "launch.secrets",
+    ),
+    (
+        "a token for a held teacher",
+        ('algorithm = "opd"', "teacher.path = 't'", "teacher.token_env = 'TOKEN'"),
+        "teacher.token_env",
+        "held by the trainer",
+    ),
+    (
         "adapters on megatron",
         ("lora.rank = 8", 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),
         "lora.rank",

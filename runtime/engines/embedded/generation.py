@@ -132,10 +132,19 @@ def _sample(engine: Engine, progress: Progress, received: float) -> dict[str, An
 def _logprobs(request: Request, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
     start = request.logprob_start
     given: list[list[float | int | None]] = []
-    if start >= 0 and request.input_logprobs is not None:
-        scores = [None, *request.input_logprobs]
-        given = [[scores[i], request.prompt[i], None] for i in range(start, len(request.prompt))]
+    top: dict[str, Any] = {}
+    if 0 <= start < len(request.prompt) and request.input_logprobs is not None:
+        # As upstream: the first one has none, wherever it stands.
+        scores = [None, *request.input_logprobs[start:]]
+        given = [[p, t, None] for p, t in zip(scores, request.prompt[start:], strict=True)]
+        if request.num_top:
+            places = [
+                [[p, t, None] for p, t in zip(values, ids, strict=True)]
+                for values, ids in request.input_top
+            ]
+            top = {"input_top_logprobs": [None, *places]}
     return {
+        **top,
         "input_token_logprobs": given,
         "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)],
         "output_token_logprobs_length": len(tokens),
