@@ -80,6 +80,8 @@ TRAINING: Mapping[str, tuple[str, ...]] = {
         "min_lr",
         "warmup_updates",
         "weight_decay",
+        "optimizer",
+        "momentum",
         "beta1",
         "beta2",
         "adam_eps",

@@ -173,6 +173,33 @@ def _schedule(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _optimizer(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core = spec.core
+    if core.optimizer == "adamw" and core.momentum is not None:
+        yield refused(
+            "core.momentum",
+            "core.optimizer",
+            because="AdamW has no momentum of this kind",
+            allowed='core.beta1, or core.optimizer = "sgd" or "muon"',
+        )
+    if core.optimizer == "sgd":
+        for key in ("beta1", "beta2", "adam_eps"):
+            if key in core.model_fields_set:
+                yield refused(
+                    f"core.{key}",
+                    "core.optimizer",
+                    because='"sgd" has no moments of AdamW',
+                    allowed=f"drop core.{key}; core.momentum is its own",
+                )
+    if core.optimizer != "adamw" and core.backend == "megatron":
+        yield refused(
+            "core.optimizer",
+            "core.backend",
+            because=f'the megatron backend has no "{core.optimizer}"',
+            allowed='core.backend = "torch"',
+        )
+
+
 def _batches(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     groups, updates = spec.rollout.groups_per_collection, spec.core.updates_per_collection
     if groups % updates:
@@ -289,6 +316,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _clipping,
     _kl,
     _schedule,
+    _optimizer,
     _batches,
     _teacher,
     _lora,

@@ -38,7 +38,7 @@ _SAME_MODEL = 0.5
 """Largest mean gap of log-probs between two servers of one teacher; precision makes hundredths."""
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs; 3.14159 + 2 = 5.14159.\n"
-    'def f(x):\n\treturn {"a": [x, -x]}  # na\u00efve caf\u00e9 \u00fc\u00df \u4e2d\u6587 \u0436'
+    'def f(x):\n\treturn {"a": [x, -x]}  # na\u00efve \u00fc\u00df \u4e2d\u6587 \u0436'
 )
 """Letters, digits, spaces, code and three scripts: tokenizers differ somewhere in it."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from configs.core import Core
+from configs.core import Core, OptimizerName
 from configs.lora import Lora
 from configs.loss import LOSSES, Aggregation, LossName, Ratio
 from configs.rollout import Rollout
@@ -122,8 +122,11 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and the course of its learning rate."""
+    """What makes steps of gradients, and the course of its learning rate."""
 
+    kind: OptimizerName = "adamw"
+    momentum: float = 0.9
+    """Of "sgd" and "muon"."""
     lr: float = 1e-6
     lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     lr_decay_updates: int | None = None
@@ -282,6 +285,8 @@ def _optimizer(core: Core) -> OptimizerSettings:
     if core.lr_schedule != "constant" and decay is None:
         raise ValueError(f"{core.lr_schedule} needs lr_decay_updates or max_updates")
     return OptimizerSettings(
+        kind=core.optimizer,
+        momentum=core.settled_momentum,
         lr=core.lr,
         lr_schedule=core.lr_schedule,
         lr_decay_updates=decay,

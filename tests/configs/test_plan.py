@@ -230,6 +230,13 @@ def test_a_qwen3_shape_is_counted_right(load: Load, tmp_path: Path) -> None:
     assert plan.memory is not None
     assert plan.memory.master_bytes == 4 * 596_049_920
     assert plan.memory.moments_bytes == 8 * 596_049_920
+    for more, values in (
+        ('core.optimizer = "sgd"', 596_049_920),
+        ('core.optimizer = "muon"', 596_049_920 + 151_936 * 1024),
+    ):
+        memory = make_plan(load("model = { path = 'm' }", *ON_JUPITER, more)).memory
+        assert memory is not None
+        assert memory.moments_bytes == 4 * values
     assert plan.memory.trainer_bytes_per_rank == (4 + 12) * 596_049_920 // 4
     assert plan.memory.kv_bytes_per_token == 2 * 28 * 8 * 128 * 2
     assert plan.memory.activation_bytes_per_rank < 8 << 30, "layers are recomputed by default"

@@ -156,6 +156,19 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "teacher.token_env",
         "held by the trainer",
     ),
+    ("a momentum of AdamW", ("core.momentum = 0.9",), "core.momentum", "core.beta1"),
+    (
+        "a moment of SGD",
+        ('core.optimizer = "sgd"', "core.beta2 = 0.99"),
+        "core.beta2",
+        "no moments of AdamW",
+    ),
+    (
+        "muon on megatron",
+        ('core.optimizer = "muon"', 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),
+        "core.optimizer",
+        "torch",
+    ),
     (
         "adapters on megatron",
         ("lora.rank = 8", 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),

@@ -23,7 +23,7 @@ from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
-from runtime.trainer.torch.record import KINDS, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
+from runtime.trainer.torch.record import MASTER, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
 from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
 from runtime.trainer.torch.staging import Staging
 from runtime.trainer.torch.state import StoredState, base_digest
@@ -250,12 +250,12 @@ class TorchTrainer:
         rows = zip(
             m.weights.names,
             (master.detach() for master in m.weights.masters),
-            m.optimizer.moments(),
+            m.optimizer.state(),
             m.weights.row_slices(),
             strict=True,
         )
-        for name, master, moments, place in rows:
-            for kind, part in zip(KINDS, (master, *moments), strict=True):
+        for name, master, kept, place in rows:
+            for kind, part in {MASTER: master, **kept}.items():
                 yield f"{kind}/{name}", part, place
 
     def write_staged(self, token: str, folder: str) -> dict[str, str]:

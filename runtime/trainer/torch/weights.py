@@ -88,6 +88,20 @@ class Weights:
                 master.grad = None if param.grad is None else _local(param.grad)
         return [master.grad for master in self.masters if master.grad is not None]
 
+    def place_gradients(self) -> None:
+        """This rank's part of each gradient as its master's ``grad``, in fp32; None without one."""
+        if self.long is None:
+            self.collect_gradients()
+            return
+        for master, gradient in zip(self.masters, self.long.by_weight(), strict=True):
+            master.grad = None if gradient is None else gradient.float()
+
+    def tables(self) -> set[int]:
+        """``id`` of the parameters that are looked up or scored by token: embedding and head."""
+        model = self.scorer.causal_lm
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        return {id(end.weight) for end in ends if end is not None}
+
     def masters_changed(self) -> None:
         """Bring the forward pass up to date after the masters were written."""
         if self.long is not None:

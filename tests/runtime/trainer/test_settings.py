@@ -41,6 +41,8 @@ def test_every_field_of_the_run_file_arrives() -> None:
             "tis_clip_low": 0.1,
             "tis_level": "sequence",
             "tis_mode": "mask",
+            "optimizer": "muon",
+            "momentum": 0.7,
             "lr": 2e-5,
             "lr_schedule": "cosine",
             "lr_decay_share": 0.2,
