@@ -173,6 +173,18 @@ def _schedule(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core = spec.core
+    is_set = "p2p_transfer_timeout" in core.model_fields_set
+    if is_set and core.publication_transport != "p2p":
+        yield refused(
+            "core.p2p_transfer_timeout",
+            "core.publication_transport",
+            because="only p2p waits for writes in flight",
+            allowed="drop core.p2p_transfer_timeout",
+        )
+
+
 def _optimizer(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     core = spec.core
     if core.optimizer == "adamw" and core.momentum is not None:
@@ -251,10 +263,15 @@ def _teacher(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
     if teacher is not None and teacher.url:
         yield from _served_teacher(spec, teacher)
-    elif teacher is not None and teacher.token_env is not None:
-        yield refused(
-            "teacher.token_env", because="a teacher held by the trainer is asked for no token"
-        )
+    elif teacher is not None:
+        for key in ("token_env", "deadline", "concurrency"):
+            if key in teacher.model_fields_set:
+                yield refused(
+                    f"teacher.{key}",
+                    "teacher.path",
+                    because="a teacher held by the trainer is asked over no network",
+                    allowed=f"drop teacher.{key}, or teacher.url",
+                )
 
 
 def _served_teacher(spec: RunSpec, teacher: Teacher) -> Iterator[Finding]:
@@ -283,6 +300,12 @@ def _served_teacher(spec: RunSpec, teacher: Teacher) -> Iterator[Finding]:
 
 
 def _lora(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    idle = sorted(spec.lora.model_fields_set - {"rank"})
+    if spec.lora.rank == 0 and idle:
+        yield warned(
+            "lora.rank",
+            because=f"lora.rank is 0, so {', '.join(f'lora.{key}' for key in idle)} change nothing",
+        )
     if spec.lora.rank > 0 and spec.core.backend == "megatron":
         yield refused(
             "lora.rank",
@@ -317,6 +340,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _kl,
     _schedule,
     _optimizer,
+    _publication,
     _batches,
     _teacher,
     _lora,

@@ -297,6 +297,11 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
+        (
+            ("launch.gpus_per_replica = 2", 'core.attention_backend = "flash_3"'),
+            "core.attention_backend",
+        ),
+        (("core.renormalize_support = true",), "core.renormalize_support"),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
         (('reward.code.url = "http://x"',), "reward.code"),

@@ -154,7 +154,19 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "a token for a held teacher",
         ('algorithm = "opd"', "teacher.path = 't'", "teacher.token_env = 'TOKEN'"),
         "teacher.token_env",
-        "held by the trainer",
+        "asked over no network",
+    ),
+    (
+        "a deadline for a held teacher",
+        ('algorithm = "opd"', "teacher.path = 't'", "teacher.deadline = '9s'"),
+        "teacher.deadline",
+        "teacher.url",
+    ),
+    (
+        "a wait of p2p alone",
+        ('core.publication_transport = "disk"', "core.p2p_transfer_timeout = '9s'"),
+        "core.p2p_transfer_timeout",
+        "drop",
     ),
     ("a momentum of AdamW", ("core.momentum = 0.9",), "core.momentum", "core.beta1"),
     (
@@ -424,6 +436,10 @@ def test_a_rule_is_silent_about_fields_that_are_refused_already(refuse: Refuse) 
         (('launch.env = { A = "1" }', 'launch.secrets = { A = "b" }'), "the secret wins"),
         (('launch.cluster = "ai2/jupitr"',), "did you mean ai2/jupiter"),
         (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "past its protection"),
+        (
+            ('lora.publish = "adapter"', "lora.alpha = 8.0"),
+            "lora.alpha, lora.publish change nothing",
+        ),
         (('evaluation.sets.a = { recipe = "laptop", samples = 2 }',), "one sample repeated"),
     ],
 )
