@@ -24,15 +24,13 @@ def unavailable(spec: RunSpec) -> list[str]:
 
 def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
-    if spec.teacher is not None and spec.teacher.url:
-        yield "teacher.url", list(spec.teacher.url), "a teacher served by an engine"
-    if spec.lora.rank > 0 and spec.lora.publish == "adapter":
-        yield "lora.publish", spec.lora.publish, "adapters in engines"
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
     for size in ("tensor", "pipeline", "context", "expert"):
         if getattr(core, size) > 1:
             yield f"core.{size}", getattr(core, size), "parallelism other than data-parallel"
+    if core.backend == "torch" and core.attention_backend in ("flash_3", "flash_4"):
+        yield "core.attention_backend", core.attention_backend, "kernels other than torch's own"
     if core.routing_replay:
         yield "core.routing_replay", True, "routing replay"
     if core.packing == "expert_aware":

@@ -12,6 +12,7 @@ from configs.section import PositiveSeconds, RunPath, Seconds, Section, Texts
 
 AttentionBackend = Literal["auto", "flash_4", "flash_3", "flash_2", "sdpa"]
 PublicationMode = Literal["refresh", "drain", "rolling"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
 RefreshPause = Literal["in_place", "retract", "abort"]
 PublicationTransport = Literal["auto", "disk", "ipc", "broadcast", "p2p"]
 
@@ -100,7 +101,12 @@ class Core(Section):
     routing_replay: bool = False
     """Train with the expert choices recorded at rollout (MoE)."""
 
-    # Optimizer: AdamW.
+    # Optimizer.
+    optimizer: OptimizerName = "adamw"
+    """`sgd`: with momentum. `muon`: Muon for the matrices of layers and adapters, AdamW for
+    embedding, head and vectors; its steps are scaled to AdamW's, so `lr` is one for both."""
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of the momentum of `sgd` (absent: 0.9) and `muon` (0.95)."""
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
@@ -121,9 +127,9 @@ class Core(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -177,6 +183,12 @@ class Core(Section):
             eps_clip=row.eps_clip if self.eps_clip is None else self.eps_clip,
             eps_clip_high=high,
         )
+
+    @property
+    def settled_momentum(self) -> float:
+        """The momentum where the optimizer has one; 0 for AdamW, whose moments are others."""
+        by_default = {"adamw": 0.0, "sgd": 0.9, "muon": 0.95}[self.optimizer]
+        return by_default if self.momentum is None else self.momentum
 
     @property
     def uses_tis(self) -> bool:

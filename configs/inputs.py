@@ -175,6 +175,8 @@ def _check_vocabulary(spec: RunSpec, report: InputReport) -> None:
     """Teacher and student share the vocabulary: equal digests of their token tables."""
     teacher = spec.teacher.path if spec.teacher is not None else None
     student = spec.model.tokenizer or spec.model.path
+    if spec.teacher is not None and spec.teacher.url:
+        report.skipped.append("teacher.url: its servers and their vocabulary, seen at the start")
     if teacher is None or student is None:
         return
     digests = [vocabulary_digest(path) for path in (student, teacher)]

@@ -25,6 +25,12 @@ class Lora(Section):
     peft's `modules_to_save`. With any, the base no longer serves as the reference, which is then
     loaded apart."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get: full weights, or the adapter in peft format."""
+    """What engines get: full weights, or the adapter in peft's format, which the embedded engine
+    merges itself: only its bytes travel."""
     export: Literal["merged", "adapter"] = "merged"
     """What the HF export holds."""
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Engines get adapters over the base they started with."""
+        return self.rank > 0 and self.publish == "adapter"

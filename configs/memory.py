@@ -29,7 +29,7 @@ class MemoryEstimate(BaseModel):
     master_bytes: int
     """fp32 master copy; 0 where the weights are fp32 themselves."""
     moments_bytes: int
-    """Both moments of AdamW, fp32."""
+    """What the optimizer keeps beside the masters, fp32: both moments of AdamW, one momentum."""
     trainer_bytes_per_rank: int
     """Weights, gradients, master and moments of one rank, and its share of a reference policy."""
     activation_bytes_per_rank: int
@@ -52,12 +52,13 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
     parameters = shape.num_parameters
     per_value = BYTES[spec.model.dtype]
     master = 0 if per_value == _FP32 else parameters * _FP32
-    moments = 2 * parameters * _FP32
+    moments = _moments(spec, shape, parameters) * _FP32
     on_gpu = topology.trainer_gpus > 0
     optimizer_ranks = topology.trainer_ranks if on_gpu else 1
     trained = _adapter_parameters(spec, shape) or parameters
     if trained != parameters:
-        master, moments = (trained * _FP32 if master else 0), 2 * trained * _FP32
+        master = trained * _FP32 if master else 0
+        moments = _moments(spec, shape, trained) * _FP32
     # A reference policy and a teacher are weights alone; the base serves adapters as reference.
     is_held = spec.core.uses_reference and (trained == parameters or spec.core.reference)
     has_teacher = spec.teacher is not None and spec.teacher.path is not None
@@ -83,6 +84,18 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
             "activations of the torch backend, layers compiled; workspaces are not in it",
         ],
     )
+
+
+def _moments(spec: RunSpec, shape: ModelShape, trained: int) -> int:
+    """Values that the optimizer keeps of so many trained ones; vectors count as matrices."""
+    core = spec.core
+    if core.optimizer == "sgd":
+        return trained if core.settled_momentum > 0 else 0
+    if core.optimizer == "muon":
+        is_whole = trained == shape.num_parameters
+        tables = shape.vocab * shape.hidden * (1 if shape.tied else 2) if is_whole else 0
+        return trained + tables
+    return 2 * trained
 
 
 def _adapter_parameters(spec: RunSpec, shape: ModelShape) -> int:

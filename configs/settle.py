@@ -28,6 +28,8 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
     chosen = spec.core.publication_transport
     if chosen != "auto":
         return chosen, "set"
+    if spec.lora.publishes_adapter:
+        return "disk", "an adapter travels as files"
     is_here = spec.launch.backend == "local"
     if spec.launch.gpus_per_replica == 0 and is_here:
         return "disk", "engines on CPU: files in memory (tmpfs) are as fast as it gets"

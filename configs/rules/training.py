@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from configs.names import ENV_NAME
 from configs.rules.finding import Finding, refused, warned
 from configs.rules.inputs import Rule
 from configs.run import RunSpec
 from configs.shape import ModelShape
+from configs.teacher import Teacher
+
+_KEEPS_SECRETS = ("kuberay", "beaker")
+"""Launch backends whose schedulers hand secrets to jobs."""
 
 
 def _sampling(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
@@ -168,6 +173,45 @@ def _schedule(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
+def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core = spec.core
+    is_set = "p2p_transfer_timeout" in core.model_fields_set
+    if is_set and core.publication_transport != "p2p":
+        yield refused(
+            "core.p2p_transfer_timeout",
+            "core.publication_transport",
+            because="only p2p waits for writes in flight",
+            allowed="drop core.p2p_transfer_timeout",
+        )
+
+
+def _optimizer(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    core = spec.core
+    if core.optimizer == "adamw" and core.momentum is not None:
+        yield refused(
+            "core.momentum",
+            "core.optimizer",
+            because="AdamW has no momentum of this kind",
+            allowed='core.beta1, or core.optimizer = "sgd" or "muon"',
+        )
+    if core.optimizer == "sgd":
+        for key in ("beta1", "beta2", "adam_eps"):
+            if key in core.model_fields_set:
+                yield refused(
+                    f"core.{key}",
+                    "core.optimizer",
+                    because='"sgd" has no moments of AdamW',
+                    allowed=f"drop core.{key}; core.momentum is its own",
+                )
+    if core.optimizer != "adamw" and core.backend == "megatron":
+        yield refused(
+            "core.optimizer",
+            "core.backend",
+            because=f'the megatron backend has no "{core.optimizer}"',
+            allowed='core.backend = "torch"',
+        )
+
+
 def _batches(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     groups, updates = spec.rollout.groups_per_collection, spec.core.updates_per_collection
     if groups % updates:
@@ -217,9 +261,51 @@ def _teacher(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             because=f"{word} of path and url set",
             allowed="path (held by the trainer) or url (SGLang)",
         )
+    if teacher is not None and teacher.url:
+        yield from _served_teacher(spec, teacher)
+    elif teacher is not None:
+        for key in ("token_env", "deadline", "concurrency"):
+            if key in teacher.model_fields_set:
+                yield refused(
+                    f"teacher.{key}",
+                    "teacher.path",
+                    because="a teacher held by the trainer is asked over no network",
+                    allowed=f"drop teacher.{key}, or teacher.url",
+                )
+
+
+def _served_teacher(spec: RunSpec, teacher: Teacher) -> Iterator[Finding]:
+    if spec.rollout.temperature != 1:
+        yield refused(
+            "rollout.temperature",
+            "teacher.url",
+            because="servers tell log-probs of a given text at temperature 1, the student's are at "
+            f"{spec.rollout.temperature:g}",
+            allowed="rollout.temperature = 1, or teacher.path",
+        )
+    name, launch = teacher.token_env, spec.launch
+    if name is not None and ENV_NAME.fullmatch(name) is None:
+        yield refused(
+            "teacher.token_env",
+            because="no name of an environment variable (the token itself never stands in a file)",
+            allowed='such as "TEACHER_TOKEN"',
+        )
+    elif name is not None and launch.backend in _KEEPS_SECRETS and name not in launch.secrets:
+        yield refused(
+            "teacher.token_env",
+            "launch.secrets",
+            because=f"nothing brings {name} into the job",
+            allowed=f'launch.secrets = {{ {name} = "name-of-a-secret" }}',
+        )
 
 
 def _lora(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+    idle = sorted(spec.lora.model_fields_set - {"rank"})
+    if spec.lora.rank == 0 and idle:
+        yield warned(
+            "lora.rank",
+            because=f"lora.rank is 0, so {', '.join(f'lora.{key}' for key in idle)} change nothing",
+        )
     if spec.lora.rank > 0 and spec.core.backend == "megatron":
         yield refused(
             "lora.rank",
@@ -227,12 +313,22 @@ def _lora(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             because="the megatron backend has no adapters",
             allowed='core.backend = "torch"',
         )
-    if spec.lora.rank > 0 and spec.lora.publish == "adapter" and spec.rollout.engine == "embedded":
+    if not spec.lora.publishes_adapter:
+        return
+    if spec.rollout.engine == "sglang":
         yield refused(
             "lora.publish",
             "rollout.engine",
-            because="the embedded engine takes no adapters",
-            allowed='rollout.engine = "sglang", or publish = "merged"',
+            because="an engine of SGLang lists no checksums of adapters, and running requests keep "
+            "the one they began with: neither weights nor policy ids could be verified",
+            allowed='rollout.engine = "embedded", or publish = "merged"',
+        )
+    if spec.core.publication_transport not in ("auto", "disk"):
+        yield refused(
+            "core.publication_transport",
+            "lora.publish",
+            because="an adapter travels as files",
+            allowed='"disk" or "auto", or lora.publish = "merged"',
         )
 
 
@@ -243,6 +339,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _clipping,
     _kl,
     _schedule,
+    _optimizer,
+    _publication,
     _batches,
     _teacher,
     _lora,

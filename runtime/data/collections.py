@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from runtime.data.frozen import publish_file
 from runtime.data.routed import RoutedExperts, RouterShape
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
+from runtime.data.teacher import TeacherScores
 from runtime.errors import ContractViolation, PartialWrite
 from runtime.policy import PolicyId
 from runtime.rundir.atomic import disk_full_as_error, draft, point
@@ -53,6 +54,10 @@ _SCHEMA = pa.schema(
         # Choices of experts, one byte (or two) each, and layers, top k and experts.
         pa.field("routed", pa.binary()),
         pa.field("router", pa.list_(pa.int32())),
+        # A served teacher's log-probs, float32, and the ids they are of, int32, place by place.
+        pa.field("teacher_top_k", pa.int32()),
+        pa.field("teacher_logprobs", pa.binary()),
+        pa.field("teacher_ids", pa.binary()),
     ]
 )
 
@@ -156,6 +161,8 @@ def _sequence(position: int, group: Group, sample: Sample, advantage: float) -> 
     num_tokens = len(sample.token_ids)
     mask = (1.0,) * num_tokens if sample.loss_mask is None else sample.loss_mask
     is_unrewarded = all(s.reward is None for s in group.samples)
+    teacher = TeacherScores(0, b"", b"") if sample.teacher is None else sample.teacher
+    of_teacher = teacher.arrays(num_tokens if sample.teacher is not None else 0)
     return trainer.Sequence(
         tokens=np.asarray(group.prompt.token_ids + sample.token_ids, np.int32),
         prompt_len=len(group.prompt.token_ids),
@@ -167,6 +174,8 @@ def _sequence(position: int, group: Group, sample: Sample, advantage: float) -> 
         prefill_update=sample.prefill.update,
         group=position,
         is_equal=is_unrewarded or group.is_equal,
+        teacher_logprobs=of_teacher[0],
+        teacher_ids=of_teacher[1],
     )
 
 
@@ -199,6 +208,9 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "span_policies": [str(span.policy) for span in sample.spans],
         "routed": None if sample.routed is None else sample.routed.data,
         "router": None if sample.routed is None else _router_row(sample.routed.shape),
+        "teacher_top_k": None if sample.teacher is None else sample.teacher.top_k,
+        "teacher_logprobs": None if sample.teacher is None else sample.teacher.logprobs,
+        "teacher_ids": None if sample.teacher is None else sample.teacher.ids,
     }
 
 
@@ -234,6 +246,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         reward=row["reward"],
         loss_mask=None if row["loss_mask"] is None else tuple(row["loss_mask"]),
         routed=_routed(row),
+        teacher=_teacher(row),
     )
 
 
@@ -247,3 +260,9 @@ def _routed(row: dict[str, Any]) -> RoutedExperts | None:
     layers, top_k, experts = row["router"]
     shape = RouterShape(layers=layers, top_k=top_k, experts=experts)
     return RoutedExperts(row["routed"], shape)
+
+
+def _teacher(row: dict[str, Any]) -> TeacherScores | None:
+    if row.get("teacher_top_k") is None:  # files of before teachers were served have no such column
+        return None
+    return TeacherScores(row["teacher_top_k"], row["teacher_logprobs"], row["teacher_ids"])

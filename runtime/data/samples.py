@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from runtime.data.routed import RoutedExperts
+from runtime.data.teacher import TeacherScores
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
 
@@ -84,6 +85,8 @@ class Sample:
     """1 where the token was sampled by the policy and trains; None means all ones."""
     routed: RoutedExperts | None = None
     """Experts that read each token of prompt and response but the last; None unless recorded."""
+    teacher: TeacherScores | None = None
+    """What a served teacher says about its tokens; None without one."""
 
     @property
     def oldest(self) -> PolicyId:

@@ -98,7 +98,7 @@ def classify(
 
 
 def message_of(body: object) -> str | None:
-    """The message in any of the three error envelopes; None where there is none."""
+    """The message in any of the error envelopes; None where there is none."""
     if not isinstance(body, dict):
         return None
     fields = cast(dict[str, object], body)
@@ -108,7 +108,7 @@ def message_of(body: object) -> str | None:
     if isinstance(error, dict):
         error = cast(dict[str, object], error).get("message")
         return error if isinstance(error, str) else None
-    message = fields.get("message")
+    message = fields.get("error_message") or fields.get("message")
     return message if isinstance(message, str) else None
 
 

@@ -15,8 +15,11 @@ from runtime.engines.answers import classify
 from runtime.engines.connection import Connection
 from runtime.engines.keepalive import check_keepalive_order
 from runtime.engines.protocol import EngineInfo
+from runtime.engines.scoring import ServerFacts
 from runtime.errors import ContractViolation
 
+_HELD_BACK = 6
+"""Tokens by which SGLang's longest input is shorter than its context."""
 _SPAN_TOKENS = (48, 384, 1536)
 """Lengths to try: the pause has to fall into the response, and a small model is quick."""
 
@@ -43,7 +46,7 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
     if not isinstance(vocab_size, int):
         raise ContractViolation("the engine does not tell its vocabulary; give the client one")
     context = facts.get("context_length") or server.get("context_length")
-    context_length = int(context or int(server["max_req_input_len"]) + 6)
+    context_length = int(context or int(server["max_req_input_len"]) + _HELD_BACK)
     return EngineInfo(
         version=str(server.get("version")),
         vocab_size=vocab_size,
@@ -55,8 +58,27 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         update_bracket=await asks.status("/end_weight_update", {}) != 404,
         hash=facts.get("hash", "sha256"),
         shares=facts.get("shares", "none"),
+        takes_adapters=facts.get("takes_adapters", False),
         flat_broadcast=facts.get("flat_broadcast", False),
         tensor=int(server.get("tp_size") or 1),
+    )
+
+
+async def server_facts(http: Connection, *, limit_s: float) -> ServerFacts:
+    """What a server says about its model when asked once; nothing is tried out on it.
+
+    Raises:
+        RunError: if it does not answer.
+    """
+    asks = _Asks(http, limit_s)
+    server, ours = await asks.get("/server_info"), await asks.facts()
+    vocab_size = ours.get("vocab_size") or server.get("vocab_size")
+    context = ours.get("context_length") or server.get("context_length")
+    if context is None and "max_req_input_len" in server:
+        context = int(server["max_req_input_len"]) + _HELD_BACK
+    return ServerFacts(
+        vocab_size=None if vocab_size is None else int(vocab_size),
+        context_length=None if context is None else int(context),
     )
 
 

@@ -114,6 +114,8 @@ class EngineInfo:
     """Takes a whole bucket as one broadcast of its bytes."""
     shares: Sharing = "none"
     """What ``update_from_shared`` can open."""
+    takes_adapters: bool = False
+    """``update_adapter`` works: an adapter is loaded over the base for all requests at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,10 @@ class EngineClient(Protocol):
 
     async def update_from_disk(self, path: str, policy: PolicyId, *, flush: bool) -> None:
         """Load a safetensors folder and serve it as ``policy``. PartialWrite if it is not whole."""
+        ...
+
+    async def update_adapter(self, path: str, policy: PolicyId, *, flush: bool) -> None:
+        """Load an adapter in peft's format over the base and serve it as ``policy``."""
         ...
 
     async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:

@@ -141,6 +141,10 @@ class DiskTransport:
         self._places.clear()
         await anyio.to_thread.run_sync(self._scratch.close)
 
+    async def _order(self, target: Target, folder: str, policy: PolicyId, *, flush: bool) -> None:
+        """Tell one engine to load the folder."""
+        await target.client.update_from_disk(folder, policy, flush=flush)
+
     def _folder(self, place: Place) -> Path:
         return self._scratch.path / str(place.number)
 
@@ -155,7 +159,7 @@ class DiskTransport:
         try:
             async with Wait(f"engine {target.slot} to load {snapshot.policy}", deadline_s):
                 with self._diagnostics.step("load", target=target, policy=snapshot.policy):
-                    await target.client.update_from_disk(str(folder), snapshot.policy, flush=flush)
+                    await self._order(target, str(folder), snapshot.policy, flush=flush)
         except Exception as exc:  # one engine's failure is an outcome, whatever its client raised
             error = exc
         if error is None or isinstance(error, EngineRefused | PartialWrite):

@@ -101,6 +101,17 @@ def write_snapshot(
     return WrittenSnapshot(num_tensors=len(specs), num_bytes=sums.num_bytes, digests=digests)
 
 
+def digest_export(
+    backend: WeightExport, kinds: Iterable[WeightHash], *, bucket_bytes: int = BUCKET_BYTES
+) -> dict[WeightHash, Digest]:
+    """Digests of rank 0's view of weights that stay where they are; others ``join_export``."""
+    total_bytes = sum(spec_bytes(spec) for spec in backend.weight_specs())
+    with Digests(kinds, total_bytes, bucket_bytes) as sums:
+        for name, tensor in _flat(backend, bucket_bytes):
+            sums.add(name, tensor)
+        return sums.result()
+
+
 def join_export(backend: WeightExport, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Take part in the export as a rank other than 0; its tensors mean nothing."""
     for _ in backend.export_weights(bucket_bytes):

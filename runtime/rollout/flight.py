@@ -14,7 +14,7 @@ from runtime.engines.slots import Route
 from runtime.errors import ContractViolation, GenerationTimeout, ServingError
 from runtime.policy import PolicyId
 from runtime.rollout.functions import Generate, RolloutFunction, RolloutTask
-from runtime.rollout.parts import Judge
+from runtime.rollout.parts import Judge, Teacher
 from runtime.rollout.settings import ProducerSettings
 
 
@@ -118,6 +118,7 @@ async def make_group(
     shape: Callable[[Sample], float] | None,
     settings: ProducerSettings,
     on_generated: Callable[[], None],
+    teacher: Teacher | None = None,
 ) -> Group:
     """Generate, validate and judge one group.
 
@@ -130,9 +131,10 @@ async def make_group(
         settings: numbers and sampling.
         on_generated: told once all samples are there and valid, before reward and filter: for the
             stop rule the attempt has succeeded.
+        teacher: scores each sample before that; None: nobody does.
 
     Raises:
-        ServingError: a request failed; siblings were cancelled and joined.
+        ServingError: a request failed, or the teacher's did; siblings were cancelled and joined.
         DataError: a response could not be judged.
         ContractViolation: samples or rewards that must not be trained on.
     """
@@ -143,6 +145,9 @@ async def make_group(
     if faults.plan is not None:
         await faults.plan.pause("group.generated")
     _validate(samples, flight, settings)
+    if teacher is not None:
+        scores = await teacher.score(flight.prompt, samples)
+        samples = [replace(s, teacher=t) for s, t in zip(samples, scores, strict=True)]
     flight.is_generated = True
     on_generated()
     rewards = [0.0] * len(samples)

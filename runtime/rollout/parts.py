@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.data.ledger import Ledger
 from runtime.data.samples import Prompt, PromptId, Sample
+from runtime.data.teacher import TeacherScores
 from runtime.engines.pool import EnginePool
 from runtime.errors import DataError
 from runtime.rollout.filters import GroupFilter
@@ -23,6 +24,19 @@ class Judge(Protocol):
 
         Raises:
             DataError: if a text could not be judged, after a second try on it.
+        """
+        ...
+
+
+class Teacher(Protocol):
+    """A teacher served elsewhere (OPD)."""
+
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[TeacherScores]:
+        """What it says about each sample, in order.
+
+        Raises:
+            ServingError: if it could not be asked, after its retries; the group may be tried again.
+            ContractViolation: if an answer cannot be trained on.
         """
         ...
 
@@ -55,3 +69,5 @@ class ProducerParts:
     """What to add to a sample's verdict for its length (overlong shaping); None adds nothing."""
     accept: GroupFilter | None = None
     """Filter on judged groups; None lets everything through."""
+    teacher: Teacher | None = None
+    """None: there is none, or the trainer holds it."""

@@ -339,6 +339,7 @@ class Producer:
                     partial(self._calls.complete, flight),
                     function=self._parts.function,
                     judge=self._parts.judge,
+                    teacher=self._parts.teacher,
                     shape=self._parts.shape,
                     settings=self._settings,
                     on_generated=self._errors.succeeded,

@@ -9,6 +9,7 @@ from typing import cast
 import anyio
 
 from runtime.checkpoints.upload import Uploads
+from runtime.data.samples import PromptId
 from runtime.evaluation.background import BackgroundEvaluator
 from runtime.rollout.producer import Producer
 from runtime.session.books import Books
@@ -34,6 +35,7 @@ from runtime.session.serving import (
     make_verifiers,
     sampling_settings,
 )
+from runtime.session.teaching import open_teacher
 from runtime.session.weights import make_publishing
 from runtime.trainer.group import TrainerGroup
 
@@ -61,7 +63,12 @@ async def running(
     publishing = make_publishing(ground, engines, trainer, nodes)
     uploads = make_uploads(ground)
     spec, run_file = ground.context.spec, ground.context.plan.run_file
-    async with make_verifiers(spec, run_file, standing.stores) as verifiers:
+    vocab_size = cast(int, facts["vocab_size"])
+    some_text = standing.stores[""].prompt(PromptId(0, 0)).text
+    async with (
+        make_verifiers(spec, run_file, standing.stores) as verifiers,
+        open_teacher(spec, prepared, vocab_size=vocab_size, prompt=some_text) as teacher,
+    ):
         producer = make_producer(
             ground.context,
             engines,
@@ -69,7 +76,8 @@ async def running(
             standing.stores,
             verifiers,
             ground.recorder,
-            vocab_size=cast(int, facts["vocab_size"]),
+            vocab_size=vocab_size,
+            teacher=teacher,
             next_collection=standing.update // spec.core.updates_per_collection + 1,
             decode_folder=prepared.tokenizer,
         )

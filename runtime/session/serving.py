@@ -37,7 +37,7 @@ from runtime.rollout.errors_log import ErrorsLog
 from runtime.rollout.filters import equal_rewards
 from runtime.rollout.functions import SingleTurn
 from runtime.rollout.gate import AdmissionGate
-from runtime.rollout.parts import ProducerParts
+from runtime.rollout.parts import ProducerParts, Teacher
 from runtime.rollout.producer import Producer
 from runtime.rollout.settings import ProducerSettings, drain_deadline_s
 from runtime.rollout.stop_rule import StopRule
@@ -220,6 +220,7 @@ def make_producer(
     vocab_size: int,
     next_collection: int,
     decode_folder: str,
+    teacher: Teacher | None = None,
 ) -> Producer:
     """The producer of this epoch; admission starts with the first publication."""
     spec, clock = context.spec, context.clock
@@ -267,6 +268,7 @@ def make_producer(
         ),
         shape=_overlong(spec),
         accept=equal_rewards if rollout.filter == "equal_rewards" else None,
+        teacher=teacher,
     )
     return Producer(
         settings, parts, next_collection=next_collection, rule=rule, errors=errors, clock=clock

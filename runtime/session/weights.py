@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runtime.publication.adapter import AdapterTransport
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.disk import DiskTransport
@@ -53,6 +54,9 @@ def make_publishing(
 
 def _transport(context: Context, trainer: TrainerGroup, nodes: Nodes) -> PublicationTransport:
     diagnostics = Diagnostics.from_environment()
+    if context.spec.lora.publishes_adapter:
+        root = _shared_scratch(context, nodes)
+        return AdapterTransport(trainer, root, diagnostics=diagnostics)
     match context.plan.publication_transport:
         case "disk":
             root = _shared_scratch(context, nodes)

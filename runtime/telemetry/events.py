@@ -73,6 +73,14 @@ class Event(StrEnum):
         "group.unjoined",
         "An attempt was settled while requests of it were still out: its siblings were not joined.",
     )
+    TEACHER_CHECKED = (
+        "teacher.checked",
+        "A teacher's server reads text as the student does; its vocabulary, where it tells.",
+    )
+    TEACHER_RETRIED = (
+        "teacher.retried",
+        "A teacher's server did not score a response; it is asked again, or the group goes back.",
+    )
     GROUP_SKIPPED = "group.skipped", "The verifier failed twice; charged to reward.skip_budget."
     ROLLOUT_STOPPED = (
         "rollout.stopped",

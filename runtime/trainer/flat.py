@@ -97,6 +97,34 @@ def flatten(sequences: tuple[Sequence, ...]) -> FlatCollection:
     )
 
 
+def served_scores(
+    sequences: tuple[Sequence, ...], top_k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """A served teacher's log-probs [R, max(K, 1)] and ids [R, K] of all response tokens.
+
+    Args:
+        sequences: one after another.
+        top_k: K; 0: of the response's own tokens.
+
+    Raises:
+        ContractViolation: if a sequence came without, or with those of another K: it was never
+            scored, or for another run.
+    """
+    width = max(top_k, 1)
+    for position, s in enumerate(sequences):
+        found = len(s.teacher_logprobs), len(s.teacher_ids)
+        if found != (len(s.logprobs) * width, len(s.logprobs) * top_k):
+            raise ContractViolation(
+                f"sequence {position} of {len(s.logprobs)} tokens has {found[0]} log-probs and "
+                f"{found[1]} ids of the teacher, for top_k {top_k}",
+                sequence=position,
+            )
+    logprob_RK = np.concatenate([s.teacher_logprobs for s in sequences]).astype(np.float32)
+    id_RK = np.concatenate([s.teacher_ids for s in sequences]).astype(np.int64)
+    rows = len(logprob_RK) // width
+    return logprob_RK.reshape(rows, width), id_RK.reshape(rows, top_k)
+
+
 def _check(position: int, s: Sequence) -> None:
     response = len(s.tokens) - s.prompt_len
     lengths = (response, len(s.logprobs), len(s.mask))

@@ -158,9 +158,17 @@ class TrainerGroup:
         """Pack the current weights for engines of rank 0's machine (``publication.ipc``)."""
         return (await self._step("share_weights", place, folder, kinds))[0]
 
-    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+    async def write_adapter(
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> WrittenSnapshot:
         """See TrainerHandle."""
-        return (await self._step("write_adapter", folder))[0]
+        return (await self._step("write_adapter", folder, kinds))[0]
+
+    async def digest_base(
+        self, kinds: frozenset[WeightHash]
+    ) -> Mapping[WeightHash, Mapping[str, str]]:
+        """See TrainerHandle."""
+        return (await self._step("digest_base", kinds))[0]
 
     # What the broadcast transport needs (``publication.broadcast.BroadcastSource``).
 

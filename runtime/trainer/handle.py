@@ -49,12 +49,20 @@ class TrainerHandle(Protocol):
         """Write the current weights as safetensors into ``folder``."""
         ...
 
-    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+    async def write_adapter(
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> WrittenSnapshot:
         """Write the adapters alone into ``folder``, in peft's format.
 
         Raises:
             ConfigError: if the trainer has none.
         """
+        ...
+
+    async def digest_base(
+        self, kinds: frozenset[WeightHash]
+    ) -> Mapping[WeightHash, Mapping[str, str]]:
+        """Digests, by hash and HF name, of the weights under the adapters, which never change."""
         ...
 
     async def stage(self) -> Items[StagedState]:

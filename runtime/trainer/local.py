@@ -80,9 +80,17 @@ class LocalGroup:
         """Pack the current weights for engines of this machine (``publication.ipc``)."""
         return await self._step("share_weights", place, folder, kinds)
 
-    async def write_adapter(self, folder: str) -> WrittenSnapshot:
+    async def write_adapter(
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> WrittenSnapshot:
         """See TrainerHandle."""
-        return await self._step("write_adapter", folder)
+        return await self._step("write_adapter", folder, kinds)
+
+    async def digest_base(
+        self, kinds: frozenset[WeightHash]
+    ) -> Mapping[WeightHash, Mapping[str, str]]:
+        """See TrainerHandle."""
+        return await self._step("digest_base", kinds)
 
     async def stage(self) -> Items[StagedState]:
         """See TrainerHandle."""

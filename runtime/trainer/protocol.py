@@ -40,6 +40,10 @@ class Sequence:
     """Position of its group within the collection; siblings stay in one optimizer step."""
     is_equal: bool
     """Its group's rewards are all equal."""
+    teacher_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    """[response] of a served teacher, or [response x K], place by place; empty without one."""
+    teacher_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[response x K] which tokens these are of; empty where they are the response's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +61,11 @@ class TrainBatch:
         return _unpacked, (self.update, self.consumed_digest, *_packed(self.sequences))
 
 
-_PER_TOKEN = ("tokens", "logprobs", "mask", "span_ends", "span_updates")
+_PER_TOKEN = (
+    "tokens", "logprobs", "mask", "span_ends", "span_updates", "teacher_logprobs", "teacher_ids",
+)  # fmt: skip
 _PER_SEQUENCE = ("prompt_len", "advantage", "prefill_update", "group", "is_equal")
-_EMPTY = {"logprobs": np.float32, "mask": np.float32}
+_EMPTY = {"logprobs": np.float32, "mask": np.float32, "teacher_logprobs": np.float32}
 
 
 def _packed(

@@ -19,12 +19,14 @@ import torch
 from runtime.engines.protocol import WeightHash
 from runtime.errors import FencedError, PublicationFailed
 from runtime.publication.diagnostics import stacks_of_this_rank
+from runtime.publication.digests import Digest
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.sender import BroadcastSender
 from runtime.publication.sharing import SharedWeights, WeightSharing
 from runtime.publication.snapshot import (
     WeightExport,
     WrittenSnapshot,
+    digest_export,
     join_export,
     write_snapshot,
 )
@@ -120,8 +122,8 @@ class RankServer:
         return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method == "write_adapter":
-            return self._write_adapter(*args)
+        if method in ("write_adapter", "digest_base"):
+            return getattr(self, f"_{method}")(*args)
         if method not in _PUBLISHING:
             return getattr(self.backend, method)(*args, **kwargs)
         with stacks_of_this_rank(self._ranks.rank, self._ranks.device, method):
@@ -165,13 +167,23 @@ class RankServer:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return write_snapshot(weights, folder, kinds)
 
-    def _write_adapter(self, folder: str) -> WrittenSnapshot | None:
+    def _write_adapter(
+        self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> WrittenSnapshot | None:
         """The same of the adapters alone, as a folder that peft reads."""
         adapter = self.backend.adapter
-        written = self._write_snapshot(adapter, folder)
+        written = self._write_snapshot(adapter, folder, kinds)
         if written is not None:
             adapter.finish(Path(folder))
         return written
+
+    def _digest_base(self, kinds: frozenset[WeightHash]) -> dict[WeightHash, Digest] | None:
+        """Rank 0's digests of what lies under the adapters; None from the others."""
+        base = self.backend.base
+        if self._ranks.rank:
+            join_export(base)
+            return None
+        return digest_export(base, kinds)
 
     def _once(self, lane: _Lane, operation: Operation, do: Callable[[], T]) -> T:
         if operation.epoch != self._epoch:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from configs.core import Core
+from configs.core import Core, OptimizerName
 from configs.lora import Lora
 from configs.loss import LOSSES, Aggregation, LossName, Ratio
 from configs.rollout import Rollout
@@ -122,8 +122,11 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and the course of its learning rate."""
+    """What makes steps of gradients, and the course of its learning rate."""
 
+    kind: OptimizerName = "adamw"
+    momentum: float = 0.9
+    """Of "sgd" and "muon"."""
     lr: float = 1e-6
     lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     lr_decay_updates: int | None = None
@@ -180,6 +183,8 @@ class TrainerSettings:
     adapters and None: the base, which is held anyway."""
     teacher: str | None = None
     """Model folder of the teacher; loaded only if ``loss.teacher_coef`` is not 0."""
+    teacher_is_served: bool = False
+    """The teacher's log-probs come with the sequences instead; not together with ``teacher``."""
     lora: LoraSettings | None = None
     """None: all weights train."""
     distributed_timeout_s: float = 600.0
@@ -208,7 +213,7 @@ def from_spec(
         dtype: ``[model] dtype``.
         seed: of the run.
         lora: ``[lora]``; None, or rank 0: all weights train.
-        teacher: ``[teacher]``, held by the trainer; None: no distillation.
+        teacher: ``[teacher]``, held by the trainer or served; None: no distillation.
         deterministic: same seed, same loss, also on a GPU; costs speed there.
 
     Raises:
@@ -230,7 +235,8 @@ def from_spec(
         policy_grad_norm_every=core.policy_grad_norm_every,
         max_skipped_steps=core.max_skipped_steps,
         reference=None if core.reference is None else str(core.reference),
-        teacher=None if teacher is None else str(teacher.path),
+        teacher=None if teacher is None or teacher.path is None else str(teacher.path),
+        teacher_is_served=teacher is not None and bool(teacher.url),
         lora=None if lora is None or lora.rank == 0 else _lora(lora),
         distributed_timeout_s=core.distributed_timeout,
         seed=seed,
@@ -279,6 +285,8 @@ def _optimizer(core: Core) -> OptimizerSettings:
     if core.lr_schedule != "constant" and decay is None:
         raise ValueError(f"{core.lr_schedule} needs lr_decay_updates or max_updates")
     return OptimizerSettings(
+        kind=core.optimizer,
+        momentum=core.settled_momentum,
         lr=core.lr,
         lr_schedule=core.lr_schedule,
         lr_decay_updates=decay,

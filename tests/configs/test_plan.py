@@ -79,6 +79,8 @@ def test_transport_is_settled_by_a_fixed_rule(load: Load) -> None:
     assert make_plan(load('rollout.engine = "sglang"')).publication_transport == "disk"
     on_gpus = load('rollout.engine = "sglang"', "launch.gpus_per_replica = 2")
     assert make_plan(on_gpus).publication_transport == "broadcast"
+    adapter = load("launch.gpus_per_replica = 2", "lora.rank = 8", 'lora.publish = "adapter"')
+    assert make_plan(adapter).publication_transport == "disk"
     chosen = make_plan(load('core.publication_transport = "broadcast"'))
     assert chosen.publication_transport == "broadcast"
 
@@ -228,6 +230,13 @@ def test_a_qwen3_shape_is_counted_right(load: Load, tmp_path: Path) -> None:
     assert plan.memory is not None
     assert plan.memory.master_bytes == 4 * 596_049_920
     assert plan.memory.moments_bytes == 8 * 596_049_920
+    for more, values in (
+        ('core.optimizer = "sgd"', 596_049_920),
+        ('core.optimizer = "muon"', 596_049_920 + 151_936 * 1024),
+    ):
+        memory = make_plan(load("model = { path = 'm' }", *ON_JUPITER, more)).memory
+        assert memory is not None
+        assert memory.moments_bytes == 4 * values
     assert plan.memory.trainer_bytes_per_rank == (4 + 12) * 596_049_920 // 4
     assert plan.memory.kv_bytes_per_token == 2 * 28 * 8 * 128 * 2
     assert plan.memory.activation_bytes_per_rank < 8 << 30, "layers are recomputed by default"
@@ -288,11 +297,11 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        (('algorithm = "opd"', "teacher.url = 'http://x'"), "teacher.url"),
         (
-            ("lora.rank = 8", 'lora.publish = "adapter"', 'rollout.engine = "sglang"'),
-            "lora.publish",
+            ("launch.gpus_per_replica = 2", 'core.attention_backend = "flash_3"'),
+            "core.attention_backend",
         ),
+        (("core.renormalize_support = true",), "core.renormalize_support"),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),
         (('reward.code.url = "http://x"',), "reward.code"),

@@ -128,6 +128,60 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     ),
     ("no teacher", ('algorithm = "opd"', "teacher.coef = 2.0"), "teacher.path", "neither"),
     (
+        "a served teacher at another temperature",
+        ('algorithm = "opd"', "teacher.url = 'http://x'", "rollout.temperature = 0.7"),
+        "rollout.temperature",
+        "teacher.path",
+    ),
+    (
+        "a token in place of its name",
+        ('algorithm = "opd"', "teacher.url = 'http://x'", "teacher.token_env = 'sk-12-34'"),
+        "teacher.token_env",
+        "never stands in a file",
+    ),
+    (
+        "a token that nobody brings",
+        (
+            'algorithm = "opd"',
+            "teacher.url = 'http://x'",
+            "teacher.token_env = 'TOKEN'",
+            'launch.backend = "kuberay"',
+        ),
+        "teacher.token_env",
+        "launch.secrets",
+    ),
+    (
+        "a token for a held teacher",
+        ('algorithm = "opd"', "teacher.path = 't'", "teacher.token_env = 'TOKEN'"),
+        "teacher.token_env",
+        "asked over no network",
+    ),
+    (
+        "a deadline for a held teacher",
+        ('algorithm = "opd"', "teacher.path = 't'", "teacher.deadline = '9s'"),
+        "teacher.deadline",
+        "teacher.url",
+    ),
+    (
+        "a wait of p2p alone",
+        ('core.publication_transport = "disk"', "core.p2p_transfer_timeout = '9s'"),
+        "core.p2p_transfer_timeout",
+        "drop",
+    ),
+    ("a momentum of AdamW", ("core.momentum = 0.9",), "core.momentum", "core.beta1"),
+    (
+        "a moment of SGD",
+        ('core.optimizer = "sgd"', "core.beta2 = 0.99"),
+        "core.beta2",
+        "no moments of AdamW",
+    ),
+    (
+        "muon on megatron",
+        ('core.optimizer = "muon"', 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),
+        "core.optimizer",
+        "torch",
+    ),
+    (
         "adapters on megatron",
         ("lora.rank = 8", 'core.backend = "megatron"', "launch.gpus_per_replica = 2"),
         "lora.rank",
@@ -135,9 +189,19 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     ),
     (
         "adapters to an engine that takes none",
-        ("lora.rank = 8", 'lora.publish = "adapter"'),
+        ("lora.rank = 8", 'lora.publish = "adapter"', 'rollout.engine = "sglang"'),
         "lora.publish",
-        "sglang",
+        "embedded",
+    ),
+    (
+        "an adapter by a collective",
+        (
+            "lora.rank = 8",
+            'lora.publish = "adapter"',
+            'core.publication_transport = "broadcast"',
+        ),
+        "core.publication_transport",
+        "travels as files",
     ),
     (
         "an argument that a field decides",
@@ -372,6 +436,10 @@ def test_a_rule_is_silent_about_fields_that_are_refused_already(refuse: Refuse) 
         (('launch.env = { A = "1" }', 'launch.secrets = { A = "b" }'), "the secret wins"),
         (('launch.cluster = "ai2/jupitr"',), "did you mean ai2/jupiter"),
         (('launch.backend = "ray"', 'launch.mounts = ["/"]'), "past its protection"),
+        (
+            ('lora.publish = "adapter"', "lora.alpha = 8.0"),
+            "lora.alpha, lora.publish change nothing",
+        ),
         (('evaluation.sets.a = { recipe = "laptop", samples = 2 }',), "one sample repeated"),
     ],
 )

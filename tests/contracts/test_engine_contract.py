@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from runtime.engines.answers import classify
+from runtime.engines.client import HttpEngineClient
 from runtime.engines.keepalive import SERVER_KEEPALIVE_S
+from runtime.engines.scoring import ScoreRequest
 from runtime.errors import OverloadError
 from tests.contracts.conftest import Models, RunningEngine, only_on
-from tests.contracts.tiny_models import CONTEXT, VOCAB, reference_logprobs
+from tests.contracts.tiny_models import CONTEXT, VOCAB, byte_tokenizer, reference_logprobs
 
 pytestmark = pytest.mark.anyio
 
@@ -52,6 +55,36 @@ async def test_answer_has_the_recorded_shape(engine_server: RunningEngine, model
     expected = reference_logprobs(models.models["a"], [1], [2, 3, *output])
     found = [t[0] for t in [*given[1:], *meta["output_token_logprobs"]]]
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+
+
+async def test_a_given_response_is_scored_with_its_likeliest_alternatives(
+    engine_server: RunningEngine, models: Models
+):
+    """What a served teacher is asked: nothing of the prompt, everything of the response."""
+    prompt, response = (1, 2, 3), (7, 260, 9, 258)
+    with torch.inference_mode():
+        logits = models.models["a"](torch.tensor([[*prompt, *response]])).logits[0].float()
+    logprob_TV = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    async with HttpEngineClient(engine_server.url, api_key=engine_server.api_key) as client:
+        for top_k in (0, 1, 5):
+            request = ScoreRequest(
+                rid=f"s{top_k}", prompt_ids=prompt, token_ids=response, top_k=top_k
+            )
+            found = await client.score(request, vocab_size=VOCAB, deadline_s=60)
+            values, ids = found.arrays(len(response))
+            if top_k == 0:
+                want = logprob_TV.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+            else:
+                want = logprob_TV.topk(top_k, -1).values.flatten()
+                places = torch.arange(len(response)).repeat_interleave(top_k)
+                # The echoed id of each value is really that token's.
+                named = logprob_TV[places, torch.from_numpy(ids.astype(np.int64))]
+                torch.testing.assert_close(named, want, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.from_numpy(values.copy()), want, atol=1e-4, rtol=0)
+        read = await client.score_text("hello", rid="t", deadline_s=60)
+    expected = reference_logprobs(models.models["a"], [read.token_ids[0]], [*read.token_ids[1:]])
+    torch.testing.assert_close(torch.tensor(read.logprobs), expected, atol=1e-4, rtol=0)
+    assert read.token_ids == tuple(byte_tokenizer().encode("hello").ids)
 
 
 async def test_greedy_tokens_are_those_of_hf_generate(engine_server: RunningEngine, models: Models):

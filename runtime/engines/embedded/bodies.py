@@ -87,10 +87,13 @@ def parse_generate(body: object, rules: Rules) -> Call:
     salts = _per_prompt(fields.get("extra_key"), len(prompts), "extra_key")
     if any(s is not None and not isinstance(s, str) for s in salts):
         raise invalid_body("value_error", ("body", "extra_key"), "must be str, list or null")
-    if fields.get("top_logprobs_num") or fields.get("token_ids_logprob"):
+    num_top = _num_top(fields, rules)
+    if num_top and not (wants_logprobs and start >= 0):
         raise bad_request(
-            "top_logprobs_num and token_ids_logprob are not supported by this engine."
+            "top_logprobs_num is for prompts here: it needs return_logprob and logprob_start_len."
         )
+    if fields.get("token_ids_logprob"):
+        raise bad_request("token_ids_logprob is not supported by this engine.")
     requests = [
         Request(
             rid=rids[i * n + sibling],
@@ -99,6 +102,7 @@ def parse_generate(body: object, rules: Rules) -> Call:
             salt=salts[i],
             wants_logprobs=wants_logprobs,
             logprob_start=start if wants_logprobs else -1,
+            num_top=num_top,
             streams=stream,
             sibling=sibling,
         )
@@ -226,6 +230,14 @@ def _stop_strings(given: object, rules: Rules) -> tuple[str, ...]:
     if stops and rules.encode is None:
         raise bad_request("stop needs a tokenizer and this model has none; use stop_token_ids.")
     return tuple(cast(list[str], stops))
+
+
+def _num_top(fields: Mapping[str, Any], rules: Rules) -> int:
+    value = fields.get("top_logprobs_num")
+    count = 0 if value is None else _integer(value, "top_logprobs_num")
+    if not 0 <= count <= rules.vocab_size:
+        raise bad_request(f"top_logprobs_num must be in [0, {rules.vocab_size}], got {count}.")
+    return count
 
 
 def _rids(rid: object, num_prompts: int, n: int) -> list[str]:

@@ -116,6 +116,7 @@ async def server_info(http: web.Request) -> web.Response:
             "internal_states": [
                 {
                     "weight_version": decoder.version,
+                    "adapter": engine.adapter.name,
                     "paused": engine.scheduler.paused,
                     "fused_decode": decoder.is_fused,
                     "weight_update_session": engine.session_open,
@@ -155,6 +156,7 @@ async def milepost(http: web.Request) -> web.Response:
             "context_length": engine.rules.context_length,
             "shares": "memory",
             "keepalive_s": engine.settings.keepalive_s,
+            "takes_adapters": True,
         }
     )
 

@@ -206,14 +206,26 @@ class Decoder:
                 logits[places[key][0]] = after_PV[row]
         for request in requests:
             if request.logprob_start >= 0 and request.input_logprobs is None:
-                scores = self._hf.score(request.prompt) if len(request.prompt) > 1 else None
-                request.input_logprobs = [] if scores is None else scores.tolist()
+                self._score(request)
         leader = np.empty(len(requests), np.int64)
         for members in places.values():
             leader[members] = members[0]
         order = {i: row for row, i in enumerate(logits)}
         which = torch.tensor([order[int(i)] for i in leader])
         return torch.stack(list(logits.values()))[which]
+
+    def _score(self, request: Request) -> None:
+        """Log-probs of the prompt's own tokens, and of the likeliest in their places."""
+        request.input_logprobs = []
+        if len(request.prompt) < 2:
+            return
+        logprob_TV = self._hf.score(request.prompt)
+        token_T1 = torch.tensor(request.prompt[1:])[:, None]
+        request.input_logprobs = logprob_TV.gather(1, token_T1).squeeze(1).tolist()
+        if request.num_top:
+            top = logprob_TV[request.logprob_start :].topk(request.num_top, dim=-1)
+            pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            request.input_top = list(pairs)
 
     # Steps
 

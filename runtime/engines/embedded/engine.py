@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from runtime.engines.collective import CollectiveGroup
+from runtime.engines.embedded.adapters import AdapterSlot
 from runtime.engines.embedded.bodies import Call, Rules
 from runtime.engines.embedded.decoder import Decoder
 from runtime.engines.embedded.forward import load_model
@@ -85,6 +86,7 @@ class Engine:
         self.tokenizer = _tokenizer(settings.model_path)
         self.rules = _rules(self.model, settings, self.tokenizer)
         self.weights = Weights(self.model)
+        self.adapter = AdapterSlot(self.weights)
         self.decoder = Decoder(
             self.model,
             max_running=settings.max_running_requests,

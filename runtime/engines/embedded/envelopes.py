@@ -45,3 +45,8 @@ def unavailable_error(message: str) -> Refused:
 def failed_update(message: str) -> Refused:
     """400 ``{"success": false, "message"}``: what the weight endpoints say."""
     return Refused(400, {"success": False, "message": message})
+
+
+def failed_adapter(message: str) -> Refused:
+    """400 ``{"success": false, "error_message"}``: what the adapter endpoints say."""
+    return Refused(400, {"success": False, "error_message": message, "loaded_adapters": None})

@@ -56,11 +56,10 @@ class HfForward:
         return logits_PV.float(), cache.prefilled()
 
     def score(self, ids: Sequence[int]) -> Tensor:
-        """float32 log-probs [T - 1] of tokens 1.. given those before, at temperature 1."""
+        """float32 log-probs [T - 1, V] at tokens 1.. given those before, at temperature 1."""
         ids_1T = torch.tensor([ids])
         logits_1TV = self._run(ids_1T, PrefillCache(self._num_layers))
-        logprob_TV = torch.log_softmax(logits_1TV[0, :-1].float(), dim=-1)
-        return logprob_TV.gather(1, ids_1T[0, 1:, None]).squeeze(1)
+        return torch.log_softmax(logits_1TV[0, :-1].float(), dim=-1)
 
     def __call__(self, token_B: Tensor, position_B: Tensor, length: int) -> Tensor:
         """One decode step; see ``Decode``."""

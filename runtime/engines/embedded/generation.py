@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from aiohttp import web
@@ -22,7 +22,9 @@ from runtime.engines.embedded.scheduler import DuplicateRid, EngineStopped, Prog
 async def generate(http: web.Request) -> web.StreamResponse:
     """Answer with one sample, an array of samples, or a stream of events."""
     engine = http.app[EngineKey]
-    call = parse_generate(json_body(await http.read()), engine.rules)
+    body = json_body(await http.read())
+    call = parse_generate(body, engine.rules)
+    _check_adapter(engine, body)
     received = time.time()
     try:
         ticket = engine.open(call)
@@ -39,6 +41,14 @@ async def generate(http: web.Request) -> web.StreamResponse:
         return _whole(engine, ticket, received)
     finally:
         engine.close(ticket)
+
+
+def _check_adapter(engine: Engine, body: object) -> None:
+    """Refuse a request for an adapter that is not the loaded one, which serves all requests."""
+    named = cast(dict[str, Any], body).get("lora_path")
+    for name in cast(list[object], named) if isinstance(named, list) else [named]:
+        if name is not None and name != engine.adapter.name:
+            raise bad_request(f"Got LoRA adapter that has never been loaded: {name!s:.80}")
 
 
 def _whole(engine: Engine, ticket: Ticket, received: float) -> web.Response:
@@ -122,10 +132,19 @@ def _sample(engine: Engine, progress: Progress, received: float) -> dict[str, An
 def _logprobs(request: Request, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
     start = request.logprob_start
     given: list[list[float | int | None]] = []
-    if start >= 0 and request.input_logprobs is not None:
-        scores = [None, *request.input_logprobs]
-        given = [[scores[i], request.prompt[i], None] for i in range(start, len(request.prompt))]
+    top: dict[str, Any] = {}
+    if 0 <= start < len(request.prompt) and request.input_logprobs is not None:
+        # As upstream: the first one has none, wherever it stands.
+        scores = [None, *request.input_logprobs[start:]]
+        given = [[p, t, None] for p, t in zip(scores, request.prompt[start:], strict=True)]
+        if request.num_top:
+            places = [
+                [[p, t, None] for p, t in zip(values, ids, strict=True)]
+                for values, ids in request.input_top
+            ]
+            top = {"input_top_logprobs": [None, *places]}
     return {
+        **top,
         "input_token_logprobs": given,
         "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)],
         "output_token_logprobs_length": len(tokens),

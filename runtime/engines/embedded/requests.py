@@ -49,7 +49,9 @@ class Request:
     salt: str | None = None
     wants_logprobs: bool = False
     logprob_start: int = -1
-    """First prompt token whose log-prob is wanted; -1: none."""
+    """Prompt token after which log-probs are wanted; -1: none."""
+    num_top: int = 0
+    """How many of the likeliest tokens are wanted at each of those places."""
     streams: bool = False
     sibling: int = 0
     """Which of n samples of one call this is."""
@@ -66,6 +68,11 @@ class Request:
     marks: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     """(first token, weight version) of each stretch of the response; the first is the prefill's."""
     input_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first."""
+    input_top: list[tuple[list[float], list[int]]] = field(
+        default_factory=list[tuple[list[float], list[int]]]
+    )
+    """Log-probs and ids of the likeliest tokens, for each token after ``logprob_start``."""
     num_retractions: int = 0
     cached_tokens: int = 0
     finish: Finish | None = None

@@ -1,9 +1,9 @@
-"""The weight endpoints: four ways in, one swap between two steps."""
+"""The weight endpoints: five ways in, one swap between two steps."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.engines.collective import CollectiveGroup
 from runtime.engines.embedded.engine import Engine
-from runtime.engines.embedded.envelopes import bad_request, failed_update
+from runtime.engines.embedded.envelopes import bad_request, failed_adapter, failed_update
 from runtime.engines.embedded.json_http import (
     EngineKey,
     integer_field,
@@ -43,6 +43,8 @@ def routes() -> list[web.RouteDef]:
         ("/init_weights_update_group", init_group),
         ("/destroy_weights_update_group", destroy_group),
         ("/update_weights_from_distributed", update_from_distributed),
+        ("/load_lora_adapter", load_adapter),
+        ("/unload_lora_adapter", unload_adapter),
         ("/update_weight_version", update_weight_version),
         ("/weights_checker", weights_checker),
     ]
@@ -75,6 +77,7 @@ async def end_update(http: web.Request) -> web.Response:
 async def update_from_disk(http: web.Request) -> web.Response:
     """Load all weights from a safetensors folder; a folder that does not fit changes nothing."""
     engine, body = http.app[EngineKey], await json_fields(http)
+    _require_base(engine)
     path = text_field(body, "model_path")
 
     def read() -> dict[str, Tensor]:
@@ -88,7 +91,8 @@ async def update_from_disk(http: web.Request) -> web.Response:
         refusal = failed_update(f"Failed to get weights iterator: {error}.")
         refusal.body = {**refusal.body, "num_paused_requests": 0}
         raise refusal from error
-    message = await _apply(engine, update, body, "Succeeded to update model weights.")
+    copy = partial(engine.weights.copy, update)
+    message = await _apply(engine, copy, body, "Succeeded to update model weights.")
     engine.model_path = path
     return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
@@ -97,6 +101,7 @@ async def update_from_tensor(http: web.Request) -> web.Response:
     """Load some weights: safetensors bytes in the body, or memory it names; never a pickle."""
     engine, body = http.app[EngineKey], await json_fields(http)
     _require_session(engine, "update_weights_from_tensor")
+    _require_base(engine)
     load = _FORMS.get(body.get("load_format") or "safetensors")
     if load is None:
         raise failed_update(
@@ -113,9 +118,8 @@ async def update_from_tensor(http: web.Request) -> web.Response:
         update = await engine.in_thread(read)
     except WeightsRefused as error:
         raise failed_update(str(error)) from error
-    return json_response(
-        {"success": True, "message": await _apply(engine, update, body, "Success")}
-    )
+    message = await _apply(engine, partial(engine.weights.copy, update), body, "Success")
+    return json_response({"success": True, "message": message})
 
 
 async def init_group(http: web.Request) -> web.Response:
@@ -157,6 +161,7 @@ async def update_from_distributed(http: web.Request) -> web.Response:
     """Receive one bucket by broadcast; an announcement that does not fit is refused at once."""
     engine, body = http.app[EngineKey], await json_fields(http)
     _require_session(engine, "update_weights_from_distributed")
+    _require_base(engine)
     group = engine.groups.get(text_field(body, "group_name", "weight_update_group"))
     if group is None:
         raise failed_update("Failed to update parameter online: the group does not exist.")
@@ -170,8 +175,37 @@ async def update_from_distributed(http: web.Request) -> web.Response:
     except (WeightsRefused, RuntimeError) as error:
         raise failed_update(f"Failed to update parameter online: {error}.") from error
     update = dict(zip((spec.name for spec in specs), tensors, strict=True))
-    message = await _apply(engine, update, body, "Succeeded to update parameter online.")
+    copy = partial(engine.weights.copy, update)
+    message = await _apply(engine, copy, body, "Succeeded to update parameter online.")
     return json_response({"success": True, "message": message})
+
+
+async def load_adapter(http: web.Request) -> web.Response:
+    """Serve the base with an adapter in peft's format; one that does not fit changes nothing.
+
+    It takes the place of the adapter before, for all requests, and names the weights: tokens drawn
+    from now on are those of ``weight_version``, or of ``lora_name`` where that is left out.
+    """
+    engine, body = http.app[EngineKey], await json_fields(http)
+    name, path = text_field(body, "lora_name"), text_field(body, "lora_path")
+    try:
+        adapter = await engine.in_thread(partial(engine.adapter.read, path))
+    except WeightsRefused as error:
+        raise failed_adapter(f"Failed to load LoRA adapter {name}: {error}") from error
+    load = partial(engine.adapter.load, name, adapter)
+    message = await _apply(engine, load, {"weight_version": name, **body}, "Success")
+    return _adapters(engine, message)
+
+
+async def unload_adapter(http: web.Request) -> web.Response:
+    """Serve the base alone, under the name it had at the start."""
+    engine, body = http.app[EngineKey], await json_fields(http)
+    name = text_field(body, "lora_name")
+    if name != engine.adapter.name:
+        raise failed_adapter(f"LoRA adapter {name} is not loaded")
+    version = {"weight_version": engine.settings.weight_version}
+    message = await _apply(engine, engine.adapter.unload, {**body, **version}, "Success")
+    return _adapters(engine, message)
 
 
 async def update_weight_version(http: web.Request) -> web.Response:
@@ -196,7 +230,10 @@ async def weights_checker(http: web.Request) -> web.Response:
     action = body.get("action", "checksum")
     if action != "checksum":
         raise failed_update(f"action {action!r:.80} is not supported")
-    sums = await engine.between_steps(engine.weights.checksums)
+    try:
+        sums = await engine.between_steps(engine.adapter.checksums)
+    except WeightsRefused as error:
+        raise failed_update(str(error)) from error
     whole = hashlib.sha256("".join(f"{n}{s}" for n, s in sorted(sums.items())).encode()).hexdigest()
     rank = {"checksums": sums, "per_gpu_checksum": whole}
     return json_response(
@@ -210,9 +247,9 @@ async def weights_checker(http: web.Request) -> web.Response:
 
 
 async def _apply(
-    engine: Engine, update: dict[str, Tensor], body: Mapping[str, Any], said: str
+    engine: Engine, change: Callable[[], None], body: Mapping[str, Any], said: str
 ) -> str:
-    """Copy checked weights in between two steps; returns the message of the answer."""
+    """Change checked weights between two steps; returns the message of the answer."""
     version = body.get("weight_version")
     if version is not None and not isinstance(version, str):
         raise bad_request(f"weight_version must be a text, got {version!r:.80}.")
@@ -220,7 +257,7 @@ async def _apply(
     def swap() -> bool:
         if body.get("abort_all_requests"):
             engine.scheduler.abort_all()
-        engine.weights.copy(update)
+        change()
         # Read prompts belong to the old weights, whether or not a flush was asked for.
         engine.decoder.prefixes.clear()
         if version is not None:
@@ -237,6 +274,22 @@ def _require_session(engine: Engine, call: str) -> None:
         raise failed_update(
             f"{call} must run between begin_weight_update() and end_weight_update()"
         )
+
+
+def _require_base(engine: Engine) -> None:
+    """Weights under an adapter are merged ones: new ones would go lost with the next adapter."""
+    if engine.adapter.name is not None:
+        raise failed_update(
+            f"the adapter {engine.adapter.name} is loaded; unload it before weights are updated"
+        )
+
+
+def _adapters(engine: Engine, message: str) -> web.Response:
+    name, path = engine.adapter.name, engine.adapter.path
+    loaded = {} if name is None else {name: path}
+    return json_response(
+        {"success": True, "message": message, "error_message": None, "loaded_adapters": loaded}
+    )
 
 
 def _specs(body: Mapping[str, Any]) -> list[TensorSpec]:

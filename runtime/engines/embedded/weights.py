@@ -14,7 +14,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.engines.protocol import TensorSpec
 from runtime.publication.checksum import checksums
@@ -38,12 +39,35 @@ class Weights:
     def __init__(self, model: Any) -> None:
         everything: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._by_name = everything
-        self._unique: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        self._first: dict[int, str] = {}
         for name, tensor in everything.items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._unique[name] = tensor
+            self._first.setdefault(id(tensor), name)
+        self._unique = {name: everything[name] for name in self._first.values()}
+        shared = Counter(id(tensor) for tensor in everything.values())
+        linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self._linear = {n for n in linear & everything.keys() if shared[id(everything[n])] == 1}
+
+    def named(self, name: str) -> Tensor:
+        """The weight of this name; KeyError where there is none."""
+        return self._by_name[name]
+
+    def first_name(self, name: str) -> str:
+        """The name under which a weight, tied or not, is listed; KeyError where there is none."""
+        return self._first[id(self._by_name[name])]
+
+    def linear(self, name: str) -> Tensor:
+        """The weight of a linear layer.
+
+        Raises:
+            WeightsRefused: if it is none, or one that another module uses too.
+        """
+        if name not in self._linear:
+            raise WeightsRefused(f"{name!r} is no weight of a linear layer of its own")
+        return self._by_name[name]
+
+    def unique(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by HF name, tied ones under their first name."""
+        return iter(self._unique.items())
 
     def check(self, update: Mapping[str, Tensor], *, whole: bool) -> None:
         """Refuse an update that does not fit.
@@ -97,7 +121,7 @@ class Weights:
 
     def checksums(self) -> dict[str, str]:
         """Checksum of every weight by HF name, tied ones under their first name."""
-        return checksums(self._unique.items())
+        return checksums(self.unique())
 
 
 def dtype_named(name: str) -> torch.dtype:

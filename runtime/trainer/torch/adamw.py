@@ -15,7 +15,10 @@ from runtime.trainer.torch.weights import Weights
 
 
 class AdamW(Protocol):
-    """Moments of one rank, which exist from the start, so that state has one shape always."""
+    """An optimizer's state of one rank, which exists from the start and so has one shape always.
+
+    AdamW's, and what the others (``momentum``) do in its place.
+    """
 
     @property
     def num_steps(self) -> int:
@@ -33,8 +36,8 @@ class AdamW(Protocol):
         """
         ...
 
-    def moments(self) -> list[tuple[Tensor, Tensor]]:
-        """(first, second) moment of each master, to read or to write."""
+    def state(self) -> list[dict[str, Tensor]]:
+        """What is kept of each master by kind, in its shape; to read or to write."""
         ...
 
     def squared_change(self) -> float | None:
@@ -45,11 +48,22 @@ class AdamW(Protocol):
 class ListAdamW:
     """torch's own, over any masters."""
 
-    def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, weights: Weights, settings: OptimizerSettings, *, only: Sequence[int] | None = None
+    ) -> None:
+        """Make the moments.
+
+        Args:
+            weights: of the rank.
+            settings: of the optimizer.
+            only: positions of the masters it is for; None: all.
+        """
         self._weights = weights
+        places = range(len(weights.masters)) if only is None else only
+        self._masters = [weights.masters[at] for at in places]
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-        for name, master in zip(weights.names, weights.masters, strict=True):
-            groups.setdefault(settings.group_of(name), []).append(master)
+        for at in places:
+            groups.setdefault(settings.group_of(weights.names[at]), []).append(weights.masters[at])
         self._adam = torch.optim.AdamW(
             [
                 {"params": masters, "weight_decay": decay, "lr_scale": scale}
@@ -60,7 +74,7 @@ class ListAdamW:
             eps=settings.adam_eps,
             fused=True,
         )
-        for master in weights.masters:
+        for master in self._masters:
             self._adam.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master),
@@ -69,19 +83,20 @@ class ListAdamW:
 
     def step(self, lr: float, norm: Tensor, max_norm: float) -> None:
         """See AdamW."""
-        grad_factor = _clip_factor(norm, max_norm).item()
-        if grad_factor != 1.0:
-            for gradient in self._weights.collect_gradients():
-                gradient.mul_(grad_factor)
+        clip_gradients(self._weights, norm, max_norm)
+        self.advance(lr)
+        self._weights.masters_changed()
+
+    def advance(self, lr: float) -> None:
+        """The step alone, with gradients that are clipped; the forward pass does not know yet."""
         for group in self._adam.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self._adam.step()
-        self._weights.masters_changed()
 
-    def moments(self) -> list[tuple[Tensor, Tensor]]:
-        """See AdamW."""
-        states = [self._adam.state[master] for master in self._weights.masters]
-        return [(s["exp_avg"], s["exp_avg_sq"]) for s in states]
+    def state(self) -> list[dict[str, Tensor]]:
+        """See AdamW; of its own masters."""
+        states = [self._adam.state[master] for master in self._masters]
+        return [{kind: s[kind] for kind in ("exp_avg", "exp_avg_sq")} for s in states]
 
     def squared_change(self) -> float | None:
         """See AdamW."""
@@ -90,11 +105,11 @@ class ListAdamW:
     @property
     def num_steps(self) -> int:
         """See AdamW."""
-        return int(self._adam.state[self._weights.masters[0]]["step"].item())
+        return int(self._adam.state[self._masters[0]]["step"].item())
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        for master in self._weights.masters:
+        for master in self._masters:
             self._adam.state[master]["step"].fill_(float(value))
 
 
@@ -156,10 +171,11 @@ class LongAdamW:
             changes.append(change)
         self._squared_change = changes[0] if len(changes) == 1 else torch.cat(changes)
 
-    def moments(self) -> list[tuple[Tensor, Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """See AdamW."""
         named = self._long.named
-        return list(zip(named(self._exp_avg_N), named(self._exp_avg_sq_N), strict=True))
+        pairs = zip(named(self._exp_avg_N), named(self._exp_avg_sq_N), strict=True)
+        return [{"exp_avg": first, "exp_avg_sq": second} for first, second in pairs]
 
     def squared_change(self) -> float | None:
         """See AdamW."""
@@ -197,6 +213,22 @@ def adamw_(
     master_N.mul_(decay).addcdiv_(exp_avg_N, root_N, value=-step_size)
     param_N.copy_(master_N)
     return old_N.sub_(master_N).square_()
+
+
+def clip_gradients(weights: Weights, norm: Tensor, max_norm: float) -> None:
+    """Give every master its gradient, scaled so that all together are no longer than ``max_norm``.
+
+    Args:
+        weights: of the rank.
+        norm: length of the gradients, finite.
+        max_norm: where they are cut.
+    """
+    weights.place_gradients()
+    factor = _clip_factor(norm, max_norm).item()
+    if factor != 1.0:
+        for master in weights.masters:
+            if master.grad is not None:
+                master.grad.mul_(factor)
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -18,12 +18,12 @@ from runtime.errors import ConfigError, ContractViolation, PartialWrite
 from runtime.trainer.packing import Cost, by_flops, by_tokens
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
-from runtime.trainer.torch.exports import AdapterExport, in_buckets
+from runtime.trainer.torch.exports import AdapterExport, BaseExport, in_buckets
 from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
-from runtime.trainer.torch.record import KINDS, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
+from runtime.trainer.torch.record import MASTER, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
 from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
 from runtime.trainer.torch.staging import Staging
 from runtime.trainer.torch.state import StoredState, base_digest
@@ -204,6 +204,11 @@ class TorchTrainer:
             raise ConfigError("an adapter was asked for, but lora.rank is 0")
         return AdapterExport(weights=self._ready.weights, settings=lora, base=self._model_path)
 
+    @property
+    def base(self) -> BaseExport:
+        """What lies under the adapters, as another set of weights to export."""
+        return BaseExport(weights=self._ready.weights)
+
     def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole weights in buckets of at most ``bucket_bytes``; a larger tensor comes alone.
 
@@ -245,12 +250,12 @@ class TorchTrainer:
         rows = zip(
             m.weights.names,
             (master.detach() for master in m.weights.masters),
-            m.optimizer.moments(),
+            m.optimizer.state(),
             m.weights.row_slices(),
             strict=True,
         )
-        for name, master, moments, place in rows:
-            for kind, part in zip(KINDS, (master, *moments), strict=True):
+        for name, master, kept, place in rows:
+            for kind, part in {MASTER: master, **kept}.items():
                 yield f"{kind}/{name}", part, place
 
     def write_staged(self, token: str, folder: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How weights leave a rank: one by one, gathered into buckets; all of them, or adapters alone."""
+"""How weights leave a rank: one by one, in buckets; all of them, adapters alone, or their base."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from runtime.engines.protocol import TensorSpec
+from runtime.publication.peft import WEIGHTS
 from runtime.trainer.settings import LoraSettings
-from runtime.trainer.torch.lora import WEIGHTS, write_config
+from runtime.trainer.torch.lora import write_config
 from runtime.trainer.torch.weights import Weights
 
 
@@ -53,3 +54,18 @@ class AdapterExport:
         names = [spec.name.split(".") for spec in self.weight_specs()]
         whole = {parts[-2] for parts in names if parts[-2] not in ("lora_A", "lora_B")}
         write_config(folder, self.settings, self.base, whole_modules=sorted(whole))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseExport:
+    """What lies under the adapters and never changes: a ``WeightExport`` to take digests of."""
+
+    weights: Weights
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Names, dtypes and shapes in export order."""
+        return self.weights.base_specs()
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole weights in buckets; collective."""
+        return in_buckets(self.weights.base_tensors(), bucket_bytes)

@@ -144,6 +144,11 @@ class LongWeights:
         self.settle()
         return [gradient for gradient in self._grads if gradient is not None]
 
+    def by_weight(self) -> list[Tensor | None]:
+        """The gradient of each weight, None where it has none."""
+        self.settle()
+        return list(self._grads)
+
     def gradient(self) -> Tensor | None:
         """All gradients, 0 where a weight has none; None without any."""
         if self._grad_N is None:

@@ -22,11 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout, linear
 
 from runtime.errors import ConfigError
+from runtime.publication.peft import CONFIG, DOWN, PREFIX, UP, merge
 from runtime.trainer.settings import LoraSettings
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 
 
 class LoraLinear(nn.Linear):
@@ -120,8 +117,8 @@ def merged(weight_OI: Tensor, layer: LoraLinear, scale: float, dtype: torch.dtyp
         scale: alpha / rank.
         dtype: of the forward pass: adapters count as it reads them.
     """
-    up, down = (whole(part.detach()).to(dtype).float() for part in (layer.lora_B, layer.lora_A))
-    return torch.addmm(weight_OI.float(), up, down, alpha=scale).to(dtype)
+    up_OR, down_RI = (whole(part.detach()) for part in (layer.lora_B, layer.lora_A))
+    return merge(weight_OI, up_OR=up_OR, down_RI=down_RI, scale=scale, dtype=dtype)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -135,12 +132,12 @@ def adapter_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     A tied weight comes under each of its names: peft takes each module for one of its own.
     """
     for name, layer in adapted(model).items():
-        stem = _PREFIX + name.removesuffix(".weight")
-        yield f"{stem}.lora_A.weight", layer.lora_A
-        yield f"{stem}.lora_B.weight", layer.lora_B
+        stem = PREFIX + name.removesuffix(".weight")
+        yield stem + DOWN, layer.lora_A
+        yield stem + UP, layer.lora_B
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad and not is_adapter(name):
-            yield _PREFIX + name, param
+            yield PREFIX + name, param
 
 
 def write_config(

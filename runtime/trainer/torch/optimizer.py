@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters: schedule, global norm, clipping, and steps that are not taken."""
+"""Steps over fp32 masters: schedule, global norm, clipping, and steps that are not taken."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from runtime.trainer.settings import OptimizerSettings
 from runtime.trainer.torch.adamw import AdamW, ListAdamW, LongAdamW
+from runtime.trainer.torch.momentum import ListMuon, ListSgd
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.weights import Weights
 
@@ -46,11 +47,7 @@ class Optimizer:
     def __init__(self, weights: Weights, settings: OptimizerSettings) -> None:
         self._weights = weights
         self._settings = settings
-        self._adam: AdamW = (
-            ListAdamW(weights, settings)
-            if weights.long is None
-            else LongAdamW(weights.long, settings, names=weights.names)
-        )
+        self._adam = _made(weights, settings)
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients, before clipping; equal on all ranks."""
@@ -75,7 +72,7 @@ class Optimizer:
     @property
     def steps_unseen(self) -> bool:
         """A step can be ordered before the host knows how long the gradient is."""
-        return self._weights.long is not None
+        return isinstance(self._adam, LongAdamW)
 
     def step_unseen(self, update: int) -> float:
         """``grad_norm`` and ``step`` in one; the norm. Only where ``steps_unseen``.
@@ -106,9 +103,9 @@ class Optimizer:
     def _how(self, update: int, norm: Tensor) -> tuple[float, Tensor, float]:
         return learning_rate(self._settings, update), norm, self._settings.max_grad_norm
 
-    def moments(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of (first, second) moment of each master, to read or to write."""
-        return self._adam.moments()
+    def state(self) -> list[dict[str, Tensor]]:
+        """This rank's part of what is kept of each master, by kind; to read or to write."""
+        return self._adam.state()
 
     @property
     def measures_change(self) -> bool:
@@ -127,6 +124,16 @@ class Optimizer:
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._adam.num_steps = value
+
+
+def _made(weights: Weights, settings: OptimizerSettings) -> AdamW:
+    if settings.kind == "sgd":
+        return ListSgd(weights, settings)
+    if settings.kind == "muon":
+        return ListMuon(weights, settings)
+    if weights.long is None:
+        return ListAdamW(weights, settings)
+    return LongAdamW(weights.long, settings, names=weights.names)
 
 
 def global_norm(parts: Sequence[Tensor], ranks: Ranks) -> float:

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""What is stored of each weight, as prefix of its name."""
+MASTER = "master"
+"""Prefix of a weight's name where its fp32 master is stored; what the optimizer keeps of it stands
+under prefixes of its own: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``."""
 RNG_CPU = "rng.cpu"
 RNG_CUDA = "rng.cuda"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.trainer import contracts, losses
-from runtime.trainer.flat import flatten
+from runtime.trainer.flat import flatten, served_scores
 from runtime.trainer.objective import TokenInputs, objective
 from runtime.trainer.packing import split_into_steps
 from runtime.trainer.protocol import TrainBatch
@@ -130,6 +130,18 @@ class Update:
             )
         elif m.teacher is not None:
             self._teacher_R = score(m.teacher, *what)
+        elif m.settings.teacher_is_served and loss.teacher_coef != 0:
+            self._take_served()
+
+    def _take_served(self) -> None:
+        """What a served teacher said came with the sequences."""
+        top_k = self._loss.teacher_top_k
+        logprob_RK, id_RK = served_scores(self._batch.sequences, top_k)
+        if top_k:
+            self._teacher_RK = torch.from_numpy(logprob_RK)
+            self._likeliest_RK = torch.from_numpy(id_RK)
+        else:
+            self._teacher_R = torch.from_numpy(logprob_RK[:, 0])
 
     def _one_step(self, chosen: list[int], update: int, *, is_first: bool) -> None:
         policy_norm = self._policy_norm_alone(chosen, update)
@@ -309,7 +321,7 @@ class Update:
         values.update({name: sum(n) / len(n) for name, n in self._norms.items() if n})
         if self._reference_R is not None:
             values["kl_loss"] = self._sums["kl_loss"] / num_steps
-        if self._m.teacher is not None:
+        if self._teacher_R is not None or self._teacher_RK is not None:
             values["teacher_kl"] = self._sums["teacher_loss"] / num_steps
         if self._loss.needs_entropy:
             entropy_R = self._ranks.add_up_on_cpu(self._entropy_R)

@@ -88,6 +88,20 @@ class Weights:
                 master.grad = None if param.grad is None else _local(param.grad)
         return [master.grad for master in self.masters if master.grad is not None]
 
+    def place_gradients(self) -> None:
+        """This rank's part of each gradient as its master's ``grad``, in fp32; None without one."""
+        if self.long is None:
+            self.collect_gradients()
+            return
+        for master, gradient in zip(self.masters, self.long.by_weight(), strict=True):
+            master.grad = None if gradient is None else gradient.float()
+
+    def tables(self) -> set[int]:
+        """``id`` of the parameters that are looked up or scored by token: embedding and head."""
+        model = self.scorer.causal_lm
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        return {id(end.weight) for end in ends if end is not None}
+
     def masters_changed(self) -> None:
         """Bring the forward pass up to date after the masters were written."""
         if self.long is not None:
@@ -117,6 +131,16 @@ class Weights:
         """Whole adapters by peft's names, one by one; collective."""
         for name, part in adapter_parts(self.scorer.causal_lm):
             yield name, whole(part.detach().to(self.dtype))
+
+    def base_specs(self) -> list[TensorSpec]:
+        """What ``base_tensors`` yields."""
+        return [self._spec(name, p) for name, p in self._of_model() if not p.requires_grad]
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights that do not train, adapters left out, one by one; collective."""
+        for name, param in self._of_model():
+            if not param.requires_grad:
+                yield name, whole(param.detach().to(self.dtype))
 
     def _spec(self, name: str, param: Tensor) -> TensorSpec:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -4,6 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from runtime.data.samples import Collection, Group, Prompt, PromptId, Sample, Span
+from runtime.data.teacher import TeacherScores
 from runtime.policy import PolicyId
 
 
@@ -21,6 +22,19 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
+
+
+@st.composite
+def teacher_scores(draw, num_tokens):
+    """None, of the response's own tokens, or of a teacher's likeliest ones."""
+    top_k = draw(st.none() | st.integers(0, 3))
+    if top_k is None:
+        return None
+    value = st.floats(-50, 0, width=32)
+    rows = [[draw(value) for _ in range(max(top_k, 1))] for _ in range(num_tokens)]
+    if top_k == 0:
+        return TeacherScores.of_sampled([row[0] for row in rows])
+    return TeacherScores.of_likeliest(rows, [[i * 7 for i in range(top_k)] for _ in rows])
 
 
 @st.composite
@@ -42,6 +56,7 @@ def samples(draw, *, rewarded=True):
         text=draw(TEXTS),
         reward=draw(rewards if rewarded else st.none() | rewards),
         loss_mask=draw(st.none() | masks),
+        teacher=draw(teacher_scores(n)),
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.data.collections import read_collection, to_sequences, write_collection
 from runtime.data.samples import Span
+from runtime.data.teacher import TeacherScores
 from runtime.errors import ContractViolation, PartialWrite
 from tests.runtime.data.sample_strategies import collections, examples
 
@@ -88,6 +89,21 @@ def test_the_trainer_gets_every_token_beside_its_siblings(collection, data):
         assert sequence.span_ends.tolist() == [span.end for span in sample.spans]
         assert sequence.span_updates.tolist() == [span.policy.update for span in sample.spans]
         assert sequence.prefill_update == sample.prefill.update
+        teacher = sample.teacher
+        assert sequence.teacher_logprobs.tobytes() == (teacher.logprobs if teacher else b"")
+        assert sequence.teacher_ids.tobytes() == (teacher.ids if teacher else b"")
+
+
+@examples(15)
+@given(collections(min_groups=1))
+def test_a_teachers_scores_of_another_response_do_not_reach_the_trainer(collection):
+    group, *rest = collection.groups
+    sample, *siblings = group.samples
+    too_many = TeacherScores.of_sampled([-1.0] * (len(sample.token_ids) + 1))
+    group = replace(group, samples=(replace(sample, teacher=too_many), *siblings))
+    advantages = [[0.0] * len(g.samples) for g in collection.groups]
+    with pytest.raises(ContractViolation, match="do not belong"):
+        to_sequences(replace(collection, groups=(group, *rest)), advantages)
 
 
 @examples(15)

@@ -36,6 +36,8 @@ class Found:
     weights: dict[str, torch.Tensor]
     specs: list[tuple[str, str, tuple[int, ...]]]
     restored: dict[str, object] | None
+    base: dict[str, torch.Tensor]
+    """What lies under adapters; empty without."""
 
 
 Runs = tuple[Found, list[Found], list[Found], Path]
@@ -74,7 +76,14 @@ def run(
         weights={n: t.clone() for bucket in one.export_weights(4000) for n, t in bucket},
         specs=[(s.name, s.dtype, s.shape) for s in one.weight_specs()],
         restored=restored,
+        base=_base_of(one) if settings.lora is not None else {},
     )
+
+
+def _base_of(one: TorchTrainer) -> dict[str, torch.Tensor]:
+    found = {n: t.clone() for bucket in one.base.export_weights(4000) for n, t in bucket}
+    assert list(found) == [spec.name for spec in one.base.weight_specs()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,10 @@ def test_more_ranks_equal_one_and_read_the_state_of_two(
     assert resumed[0].restored == {"update": 4, "consumed_digest": "digest-2"}
     assert gap(alone.weights, resumed[0].weights) < 1e-5
     assert all(gap(fresh[0].weights, other.weights) == 0 for other in fresh[1:])
-    require_equal(run(Ranks(), model_folder, settings=ADAPTERS), with_adapters[0])
+    adapted = run(Ranks(), model_folder, settings=ADAPTERS)
+    require_equal(adapted, with_adapters[0])
+    assert adapted.base.keys() == adapted.weights.keys()
+    assert all(gap(adapted.base, other.base) == 0 for other in with_adapters)
 
 
 def test_all_ranks_report_the_same(runs: Runs) -> None:

@@ -41,6 +41,8 @@ def test_every_field_of_the_run_file_arrives() -> None:
             "tis_clip_low": 0.1,
             "tis_level": "sequence",
             "tis_mode": "mask",
+            "optimizer": "muon",
+            "momentum": 0.7,
             "lr": 2e-5,
             "lr_schedule": "cosine",
             "lr_decay_share": 0.2,
@@ -72,6 +74,10 @@ def test_every_field_of_the_run_file_arrives() -> None:
     assert settings.lora == LoraSettings(rank=4, alpha=9.0, dropout=0.1, targets=("q_proj",))
     # What a run file cannot say keeps its default; all else must differ from it.
     fixed = {"share_prompts", "head_chunk_tokens", "threads", "reference", "joint_projections"}
+    fixed.add("teacher_is_served")
+    served = Teacher(url=("http://t",), coef=2.0)
+    by_url = from_spec(core, rollout, dtype="float32", seed=1, teacher=served)
+    assert (by_url.teacher, by_url.teacher_is_served, by_url.loss.teacher_coef) == (None, True, 2.0)
     told_apart = {
         TrainerSettings: (settings, fixed),
         OptimizerSettings: (settings.optimizer, set[str]()),

@@ -15,7 +15,7 @@ from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import OptimizerSettings, TrainerSettings
 from runtime.trainer.torch import staging
 from runtime.trainer.torch.backend import TorchTrainer
-from runtime.trainer.torch.record import KINDS, RNG_CPU, RankRecord
+from runtime.trainer.torch.record import RNG_CPU, RankRecord
 from runtime.trainer.torch.update import Update
 
 MakeBatch = Callable[..., TrainBatch]
@@ -215,7 +215,7 @@ def test_files_hold_tensors_and_plain_json(
     assert (record["update"], record["consumed_digest"]) == (1, "digest-1")
     assert record["schema_version"] == 1
     tensors = load_file(tmp_path / "trainer-00000-of-00001.safetensors")
-    assert {name.split("/")[0] for name in tensors} == {*KINDS, RNG_CPU}
+    assert {name.split("/")[0] for name in tensors} == {"master", "exp_avg", "exp_avg_sq", RNG_CPU}
     assert all(tensors[n].any() for n in tensors if n.startswith("exp_avg_sq/"))
 
 

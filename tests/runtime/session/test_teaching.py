@@ -1,0 +1,182 @@
+"""A teacher's servers against the student, before the first response is scored."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.teacher import Teacher
+from runtime.data.encoder import load_encoder
+from runtime.data.samples import Prompt, PromptId, Sample, Span
+from runtime.engines.client import HttpEngineClient
+from runtime.engines.embedded.server import Server
+from runtime.engines.embedded.settings import EngineSettings
+from runtime.errors import ConfigError, ServiceUnavailable
+from runtime.policy import PolicyId
+from runtime.session.teaching import PROBE, Student, check_servers, open_teacher, pieces, token_of
+from tests.contracts.tiny_models import SHAPE, VOCAB, byte_tokenizer, save_model, tiny_qwen3
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_model(tiny_qwen3(0), tmp_path_factory.mktemp("teacher"))
+
+
+def student(folder: Path, **changes: Any) -> Student:
+    made: dict[str, Any] = {
+        "vocab_size": VOCAB, "encode": load_encoder(folder), "longest": 100,
+        "texts": (PROBE, "reverse abc"),
+    }  # fmt: skip
+    return Student(**(made | changes))
+
+
+def server(folder: Path, **settings: Any) -> Server:
+    return Server(EngineSettings(model_path=str(folder), **settings))
+
+
+async def check(url: str, wanted: Student, key: str | None = None) -> None:
+    async with HttpEngineClient(url, api_key=key, vocab_size=VOCAB) as client:
+        await check_servers([client], wanted, deadline_s=60)
+
+
+async def test_a_teacher_of_the_students_kind_is_taken(folder: Path):
+    async with server(folder) as one, server(folder) as other:
+        clients = [HttpEngineClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+async def test_another_vocabulary_a_short_context_and_another_tokenizer_are_named(
+    folder: Path, tmp_path: Path
+):
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    async with server(folder, context_length=128) as one:
+        with pytest.raises(ConfigError, match=f"a vocabulary of {VOCAB}, the student 300"):
+            await check(one.url, student(folder, vocab_size=300))
+        with pytest.raises(ConfigError, match=r"a context of 128 tokens.*need 129"):
+            await check(one.url, student(folder, longest=128))
+        with pytest.raises(ConfigError, match=r"another tokenizer.*the first other one at 0"):
+            await check(one.url, student(folder, encode=load_encoder(tmp_path)))
+
+
+async def test_two_models_behind_one_teacher_are_refused(folder: Path, tmp_path: Path):
+    strange = save_model(tiny_qwen3(5), tmp_path)
+    async with server(folder) as one, server(strange) as other:
+        clients = [HttpEngineClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        with pytest.raises(ConfigError, match="are not the same model"):
+            await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+async def test_a_server_without_a_tokenizer_cannot_be_compared(tmp_path: Path, folder: Path):
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(tmp_path)
+    async with server(tmp_path) as one:
+        with pytest.raises(ConfigError, match=r"no server of SGLang's contract.*tokenizer"):
+            await check(one.url, student(folder))
+
+
+async def test_the_token_is_sent_and_stands_in_no_error(folder: Path):
+    async with server(folder, api_key="hush-hush") as one:
+        await check(one.url, student(folder), "hush-hush")
+        with pytest.raises(ConfigError, match=r"teacher\.token_env") as caught:
+            await check(one.url, student(folder), "open-sesame")
+    assert "sesame" not in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+async def test_what_is_no_engine_is_named_as_such(folder: Path):
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.add_routes([web.get("/{any:.*}", hello), web.post("/{any:.*}", hello)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        with pytest.raises(ConfigError, match="no server of SGLang's contract"):
+            await check(f"http://127.0.0.1:{port}", student(folder))
+    finally:
+        await runner.cleanup()
+
+
+async def test_nobody_there_is_a_service_that_may_come(folder: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listened on: connections are refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        async with HttpEngineClient(url, vocab_size=VOCAB) as client:
+            with pytest.raises(ServiceUnavailable, match=f"{url} did not answer within 0.5 s"):
+                await check_servers([client], student(folder), deadline_s=0.5)
+
+
+def test_a_token_comes_from_the_environment_or_the_run_does_not_start():
+    assert token_of(Teacher(url=("http://x",)), {}) is None
+    teacher = Teacher(url=("http://x",), token_env="TEACHER_TOKEN")
+    assert token_of(teacher, {"TEACHER_TOKEN": "s"}) == "s"
+    for environ in ({}, {"TEACHER_TOKEN": ""}):
+        with pytest.raises(ConfigError, match=r'token_env = "TEACHER_TOKEN".*no such variable'):
+            token_of(teacher, environ)
+
+
+async def test_a_session_opens_the_teacher_of_its_run_file(folder: Path, monkeypatch: Any):
+    monkeypatch.setenv("TEACHER_TOKEN", "hush")
+    prepared: Any = SimpleNamespace(tokenizer=str(folder), longest_prompt_tokens=8)
+    async with server(folder, api_key="hush") as one:
+        teacher = Teacher(url=(one.url,), token_env="TEACHER_TOKEN", top_k=3)
+        spec: Any = SimpleNamespace(
+            teacher=teacher, rollout=SimpleNamespace(max_response_tokens=16)
+        )
+        async with open_teacher(spec, prepared, vocab_size=VOCAB, prompt="hello") as opened:
+            assert opened is not None
+            prompt = Prompt(
+                id=PromptId(0, 0), token_ids=(1, 2), text="", answer=None, verifier="none"
+            )
+            policy = PolicyId(1, 0)
+            sample = Sample(
+                token_ids=(3, 4),
+                logprobs=(-1.0, -1.0),
+                spans=(Span(0, 2, policy),),
+                prefill=policy,
+                finish="length",
+            )
+            (scores,) = await opened.score(prompt, [sample])
+            assert (scores.top_k, len(scores.arrays(2)[1])) == (3, 6)
+    spec = SimpleNamespace(teacher=None)
+    async with open_teacher(spec, prepared, vocab_size=VOCAB, prompt="") as nobody:
+        assert nobody is None
+
+
+@pytest.mark.parametrize("room", [1, 2, 7, 50, 1000])
+def test_a_text_is_read_whole_in_pieces_that_fit(folder: Path, room: int):
+    encode = load_encoder(folder)
+    found = list(pieces(PROBE, encode, room))
+    assert all(0 < len(encode(piece, True)) <= room for piece in found)
+    if room >= 7:
+        assert "".join(found) == PROBE
+
+
+def test_both_sides_of_the_probe_are_read_alike(folder: Path):
+    assert load_encoder(folder)(PROBE, False) == byte_tokenizer().encode(PROBE).ids
