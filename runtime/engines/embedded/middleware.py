@@ -39,6 +39,8 @@ def upstream_answers(api_key: SecretStr | None) -> Middleware:
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=503)
+        except ConnectionResetError:
+            raise  # the client has left in the middle: nobody hears an answer, and nothing failed
         except Exception:
             # As upstream: the text says nothing, the log says it all.
             _log.exception(Event.ENGINE_REQUEST_FAILED, path=request.path)
