@@ -250,6 +250,32 @@ def test_no_engine_verified_leaves_the_old_policy_and_the_retry_publishes(folder
     anyio.run(main)
 
 
+@pytest.mark.parametrize("mode", ["drain", "rolling"])
+def test_the_other_modes_bring_adapters_too(folder, tmp_path, mode):
+    waited: list[str] = []
+
+    async def drain() -> None:
+        waited.append("all")
+
+    async def rest(target: Target) -> None:
+        waited.append(str(target.slot))
+
+    async def main():
+        async with home(folder, tmp_path) as house, engines(folder, 2) as targets:
+            for _ in range(2):
+                policy = await house.train()
+                decision = await house.publisher.publish(
+                    policy, targets, mode=mode, drain=drain, rest=rest
+                )
+                assert all(v.flushed for v in decision.verified)
+                found = [await answer(target, "r") for target in targets]
+                assert found[0].logprobs == found[1].logprobs
+                assert {s.policy for f in found for s in f.spans} == {policy}
+
+    anyio.run(main)
+    assert waited == (["all"] * 2 if mode == "drain" else ["0", "1"] * 2)
+
+
 def test_a_trainer_without_adapters_touches_no_engine(folder, tmp_path):
     async def main():
         async with home(folder, tmp_path, None) as house, engines(folder, 1) as targets:
