@@ -28,7 +28,7 @@ from tests.runtime.publication.real_engines import engines
 from tests.runtime.publication.tiny_engines import Faults, FaultyClient
 from tests.runtime.trainer.tiny import make_sequences, tiny_config
 
-P1, P2, P3 = PolicyId(1, 1), PolicyId(1, 2), PolicyId(1, 3)
+P1, P2 = PolicyId(1, 1), PolicyId(1, 2)
 LORA = LoraSettings(rank=4, alpha=8.0)
 ALSO = LoraSettings(rank=4, alpha=8.0, also=("*embed_tokens*",))
 SAMPLING = SamplingSettings(max_new_tokens=24, ignore_eos=True, seed=5)
@@ -274,6 +274,27 @@ def test_the_other_modes_bring_adapters_too(folder, tmp_path, mode):
 
     anyio.run(main)
     assert waited == (["all"] * 2 if mode == "drain" else ["0", "1"] * 2)
+
+
+def test_a_resumed_trainer_brings_a_fresh_engine_where_the_last_one_was(folder, tmp_path):
+    """A commit holds adapters alone; an engine of the next epoch starts with the base."""
+    commit = tmp_path / "commit"
+    commit.mkdir()
+
+    async def main():
+        async with home(folder, tmp_path) as house, engines(folder, 1) as (before,):
+            for _ in range(2):
+                await house.publish(await house.train(), [before])
+            await house.trainer.write_staged(await house.trainer.stage(), str(commit))
+            wanted = await answer(before, "r")
+        async with home(folder, tmp_path) as house, engines(folder, 1) as (fresh,):
+            await house.trainer.restore(str(commit))
+            await house.publish(PolicyId(2, 2), [fresh])
+            found = await answer(fresh, "r")
+        assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+        assert (wanted.prefill, found.prefill) == (P2, PolicyId(2, 2))
+
+    anyio.run(main)
 
 
 def test_a_trainer_without_adapters_touches_no_engine(folder, tmp_path):
