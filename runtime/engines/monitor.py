@@ -14,73 +14,29 @@ new incarnation is stale until a publication brings it up to date.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from configs.session import Health
 from runtime import faults
 from runtime.clock import Clock
-from runtime.engines.pool import EnginePool, LiveEngine, SlotRunner, SlotState
+from runtime.engines.health import (
+    EXIT_POLL_S,
+    SILENT_S,
+    HealthSettings,
+    Sleep,
+    is_silent,
+    shows_life,
+)
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, EngineClient
-from runtime.errors import RunError, TransportError
+from runtime.engines.slots import LiveEngine, SlotRunner, SlotState
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 
-Sleep = Callable[[float], Awaitable[None]]
-
-EXIT_POLL_S = 1.0
-"""How often the server processes are looked at."""
-DETECT_SLACK_S = 5.0
-"""Beyond ``interval_s * misses``, from a hang to the engine's death at the latest."""
-SILENT_S = 4.0
-"""For any answer at all, of an engine that a publication could not use."""
 HOUR_S = 3600.0
 _log = get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthSettings:
-    """``[health]`` of the run file."""
-
-    enabled: bool = True
-    """Off: no probes, and no recovery either."""
-    interval_s: float = 10.0
-    timeout_s: float = 10.0
-    misses: int = 3
-    first_wait_s: float = 0.0
-    """Before the first probe after a start and after every resume; raise it for cold compiles."""
-    restarts_per_hour: int = 3
-    backoff_s: float = 5.0
-    """Before the second restart within the hour; doubles with each further one."""
-
-    @property
-    def probe_spacing_s(self) -> float:
-        """Between the probes of one round, as far apart as the promised time of detection allows.
-
-        An engine may hang just after a round, so the next one begins ``interval_s`` later, and the
-        last of its probes still gets its whole ``timeout_s``. Where the settings leave no room for
-        that promise (a timeout above the whole sum) probes follow each other as fast as we look.
-        """
-        if self.misses == 1:
-            return 0.0
-        promised = self.interval_s * self.misses + DETECT_SLACK_S
-        left = promised - self.interval_s - self.timeout_s - 2 * EXIT_POLL_S
-        return min(self.interval_s, max(EXIT_POLL_S, left / (self.misses - 1)))
-
-
-def health_settings(health: Health) -> HealthSettings:
-    """``[health]`` as the monitor takes it."""
-    return HealthSettings(
-        enabled=health.enabled,
-        interval_s=health.interval,
-        timeout_s=health.timeout,
-        misses=health.misses,
-        first_wait_s=health.first_wait,
-        restarts_per_hour=health.restarts_per_hour,
-    )
 
 
 class _Watch:
@@ -235,31 +191,9 @@ class HealthMonitor:
     async def _why_lost(self, engine: LiveEngine) -> str | None:
         if not await self._runners[engine.slot].is_running():
             return "its server process has exited"
-        if self._settings.enabled and await self._is_silent(engine.client):
+        if self._settings.enabled and await is_silent(engine.client, self._sleep):
             return f"it answered nothing for {SILENT_S:g} s after a publication had failed"
         return None
-
-    async def _is_silent(self, client: EngineClient) -> bool:
-        """No answer of any kind; a refusal is one, and a paused engine still tells its load."""
-        has_answered = False
-
-        async def ask(scope: anyio.CancelScope) -> None:
-            nonlocal has_answered
-            try:
-                await client.load()
-            except TransportError:
-                pass  # no answer: just what is asked here
-            except RunError:
-                has_answered = True
-            else:
-                has_answered = True
-            scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask, tasks.cancel_scope)
-            await self._sleep(SILENT_S)
-            tasks.cancel_scope.cancel()
-        return not has_answered
 
     def is_exhausted(self, slot: int) -> bool:
         """The slot has used up its restarts of this hour, or recovery is off."""
@@ -325,7 +259,7 @@ class HealthMonitor:
         async def probe(number: int) -> None:
             nonlocal misses, is_alive
             await self._sleep(number * self._settings.probe_spacing_s)
-            if await self._shows_life(engine.client):
+            if await shows_life(engine.client, self._settings.timeout_s, self._sleep):
                 is_alive = True
                 scope.cancel()
                 return
@@ -347,29 +281,6 @@ class HealthMonitor:
 
     def _said(self, misses: int) -> str:
         return f"{misses} of {self._settings.misses} probes missed in a row"
-
-    async def _shows_life(self, client: EngineClient) -> bool:
-        """It answers a generation probe, or makes tokens for others while the probe waits."""
-        if faults.plan is not None and await faults.plan.pause("engine.probe") is faults.Kind.DROP:
-            return False
-        is_alive = has_moved = False
-
-        async def count_tokens() -> None:
-            nonlocal has_moved
-            try:
-                before = (await client.load()).generated_tokens
-                # The second look comes just before the probe's own limit, to add nothing to it.
-                await self._sleep(0.9 * self._settings.timeout_s)
-                after = (await client.load()).generated_tokens
-            except RunError:
-                return
-            has_moved = before is not None and after is not None and after > before
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(count_tokens)
-            is_alive = await client.is_alive(timeout_s=self._settings.timeout_s)
-            tasks.cancel_scope.cancel()
-        return is_alive or has_moved
 
     def _watch(self, engine: LiveEngine) -> _Watch:
         watch = self._watches.get(engine.slot)

@@ -1,155 +1,34 @@
-"""The engine slots of a run, and which of them may be given work.
+"""Which of a run's engine slots may be given work.
 
-    starting -> stale -> healthy <-> suspect -> dead -> restarting -> stale
-                                                  any of them but retired -> retired
-
-A slot is *stale* while its server answers but holds no verified weights, so it gets no training
-traffic: alive says nothing about weights. Whoever reports about a server names its incarnation; a
-report about an earlier one is late, returns False and changes nothing.
+Whoever reports about a server names its incarnation; a report about an earlier one is late, returns
+False and changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol, cast
+from typing import cast
 
 from runtime import faults
 from runtime.clock import Clock
 from runtime.engines.protocol import EngineAddress, EngineClient, EngineInfo
+from runtime.engines.slots import (
+    EVENTS,
+    FINAL_EVENTS,
+    LIVE,
+    TRANSITIONS,
+    LiveEngine,
+    Route,
+    Slot,
+    SlotState,
+    SlotView,
+)
 from runtime.errors import ContractViolation, UnavailableError
 from runtime.policy import PolicyId
 from runtime.telemetry.events import Event
 
-
-class SlotState(StrEnum):
-    """Where one slot stands."""
-
-    STARTING = "starting"
-    STALE = "stale"
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    RESTARTING = "restarting"
-    RETIRED = "retired"
-
-
-_S = SlotState
-TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
-    _S.STARTING: frozenset({_S.STALE, _S.DEAD, _S.RETIRED}),
-    _S.STALE: frozenset({_S.HEALTHY, _S.DEAD, _S.RETIRED}),
-    _S.HEALTHY: frozenset({_S.SUSPECT, _S.DEAD, _S.RETIRED}),
-    _S.SUSPECT: frozenset({_S.HEALTHY, _S.DEAD, _S.RETIRED}),
-    _S.DEAD: frozenset({_S.RESTARTING, _S.RETIRED}),
-    _S.RESTARTING: frozenset({_S.STALE, _S.DEAD, _S.RETIRED}),
-    _S.RETIRED: frozenset(),
-}
-"""Every change a slot can make; anything else is a defect and raises."""
-
-LIVE = frozenset({_S.STALE, _S.HEALTHY, _S.SUSPECT})
-"""States with a server that answers, or did a moment ago."""
-
-
-class SlotRunner(Protocol):
-    """Starts and ends the server of one slot; the async face of ``EngineOwner``."""
-
-    async def start(self) -> EngineAddress:
-        """Start a new incarnation and wait until it answers.
-
-        Raises:
-            WaitTimeout: if it does not answer in time.
-            EngineDead: if it ended while starting.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """End the server and everything it started. Idempotent, bounded in time."""
-        ...
-
-    async def is_running(self) -> bool:
-        """The server process (or thread) exists."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One engine as chosen for a call: this incarnation, holding this policy."""
-
-    slot: int
-    incarnation: str
-    policy: PolicyId
-    client: EngineClient
-    takes_salt: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotView:
-    """One slot at one moment."""
-
-    slot: int
-    state: SlotState
-    incarnation: str | None
-    policy: PolicyId | None
-    """Verified on it; None while nothing is."""
-    active_samples: int
-    since_s: float
-    """Seconds in this state."""
-    reason: str
-    """Why it came into this state; empty where nothing is to be said."""
-
-
-class _Slot:
-    __slots__ = (
-        "active", "address", "client", "info", "policy", "reason", "rests", "route", "since",
-        "slot", "state",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, now: float) -> None:
-        self.slot = slot
-        self.state = SlotState.STARTING
-        self.since = now
-        self.reason = ""
-        self.address: EngineAddress | None = None
-        self.client: EngineClient | None = None
-        self.info: EngineInfo | None = None
-        self.policy: PolicyId | None = None
-        self.route: Route | None = None
-        self.active = 0
-        self.rests = False
-
-    @property
-    def incarnation(self) -> str | None:
-        return None if self.address is None else self.address.incarnation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveEngine:
-    """One engine with a server, as publications and probes see it."""
-
-    slot: int
-    incarnation: str
-    state: SlotState
-    policy: PolicyId | None
-    address: EngineAddress
-    info: EngineInfo
-    client: EngineClient
-
-
 Listener = Callable[[Event, Mapping[str, object]], None]
 """Called on the event loop with an event and its fields; must not block or raise."""
-
-_EVENTS: Mapping[tuple[SlotState, SlotState], Event] = {
-    (_S.STARTING, _S.STALE): Event.ENGINE_STARTED,
-    (_S.RESTARTING, _S.STALE): Event.ENGINE_RESTARTED,
-    (_S.STALE, _S.HEALTHY): Event.ENGINE_VERIFIED,
-    (_S.HEALTHY, _S.SUSPECT): Event.ENGINE_SUSPECTED,
-    (_S.SUSPECT, _S.HEALTHY): Event.ENGINE_RECOVERED,
-}
-_FINAL: Mapping[SlotState, Event] = {
-    _S.DEAD: Event.ENGINE_DIED,
-    _S.RETIRED: Event.ENGINE_RETIRED,
-}
 
 
 class EnginePool:
@@ -162,7 +41,7 @@ class EnginePool:
 
     def __init__(self, num_slots: int, *, clock: Clock) -> None:
         self._clock = clock
-        self._slots = [_Slot(i, clock.monotonic()) for i in range(num_slots)]
+        self._slots = [Slot(i, clock.monotonic()) for i in range(num_slots)]
         self._served: tuple[PolicyId, ...] = ()
         self._listeners: list[Listener] = []
         self._leaving: list[EngineClient] = []
@@ -293,7 +172,7 @@ class EnginePool:
                 return cast(Route, slot.route)
         for state in (SlotState.HEALTHY, SlotState.SUSPECT):
             for policy in self._served:
-                best: _Slot | None = None
+                best: Slot | None = None
                 for slot in self._slots:
                     if slot.state is state and slot.policy == policy and not slot.rests:
                         best = slot if best is None or slot.active < best.active else best
@@ -369,7 +248,7 @@ class EnginePool:
 
     # --- Inside -------------------------------------------------------------------------------
 
-    def _present(self, slot: int, incarnation: str) -> _Slot | None:
+    def _present(self, slot: int, incarnation: str) -> Slot | None:
         found = self._slots[slot]
         is_it = found.state in LIVE and found.incarnation == incarnation
         return found if is_it else None
@@ -383,35 +262,35 @@ class EnginePool:
         self._move(found, state, reason)
         return True
 
-    def _die(self, slot: _Slot, reason: str) -> None:
+    def _die(self, slot: Slot, reason: str) -> None:
         # Told with the incarnation that died, then forgotten.
         self._move(slot, SlotState.DEAD, reason)
         self._let_go(slot)
 
-    def _let_go(self, slot: _Slot) -> None:
+    def _let_go(self, slot: Slot) -> None:
         if slot.client is not None:
             self._leaving.append(slot.client)
         slot.client = slot.address = slot.info = slot.policy = slot.route = None
         slot.active, slot.rests = 0, False
 
-    def _move(self, slot: _Slot, state: SlotState, reason: str) -> None:
+    def _move(self, slot: Slot, state: SlotState, reason: str) -> None:
         if faults.plan is not None:
             faults.plan.reach("engine.state")
         self._allow(slot, state, reason)
         before, slot.state, slot.reason = slot.state, state, reason
         slot.since = self._clock.monotonic()
-        event = _EVENTS.get((before, state), _FINAL.get(state))
+        event = EVENTS.get((before, state), FINAL_EVENTS.get(state))
         if event is not None:
             self._tell(event, slot, reason)
 
-    def _allow(self, slot: _Slot, state: SlotState, reason: str) -> None:
+    def _allow(self, slot: Slot, state: SlotState, reason: str) -> None:
         if state not in TRANSITIONS[slot.state]:
             raise ContractViolation(
                 f"engine slot {slot.slot} cannot go from {slot.state} to {state} ({reason})",
                 slot=slot.slot,
             )
 
-    def _tell(self, event: Event, slot: _Slot, reason: str) -> None:
+    def _tell(self, event: Event, slot: Slot, reason: str) -> None:
         fields: Mapping[str, object] = {
             "slot": slot.slot,
             "incarnation": slot.incarnation,

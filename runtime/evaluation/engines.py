@@ -16,10 +16,12 @@ from configs.run import RunSpec
 from runtime.clock import Clock
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.factory import engine_owner
+from runtime.engines.health import health_settings
 from runtime.engines.local_slot import LocalSlot
-from runtime.engines.monitor import HealthMonitor, health_settings
-from runtime.engines.pool import EnginePool, LiveEngine, SlotState
+from runtime.engines.monitor import HealthMonitor
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress
+from runtime.engines.slots import LiveEngine, SlotState
 from runtime.errors import EngineDead, RunError
 from runtime.evaluation.snapshots import Weights
 from runtime.policy import PolicyId

@@ -119,7 +119,9 @@ POINTS: tuple[Point, ...] = (
     ),
     # Engines
     Point("engine.start", _MONITOR + "_join", "a server is about to be started"),
-    Point("engine.probe", _MONITOR + "_shows_life", "dropped: the probe's answer is lost"),
+    Point(
+        "engine.probe", "runtime.engines.health:shows_life", "dropped: the probe's answer is lost"
+    ),
     Point("engine.bury", _MONITOR + "_bury", "declared dead, its process is not gone"),
     Point("engine.restart", _MONITOR + "_restart", "a dead slot is about to start again"),
     Point("engine.state", "runtime.engines.pool:EnginePool._move", "a slot changes its state"),

@@ -8,8 +8,9 @@ from functools import partial
 from typing import cast
 
 from runtime import faults
-from runtime.engines.pool import EnginePool, Route
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import GenerateRequest, Generation, SamplingSettings
+from runtime.engines.slots import Route
 from runtime.errors import ContractViolation, TransportError
 from runtime.policy import PolicyId
 from runtime.rollout.flight import Flight

@@ -10,7 +10,7 @@ import anyio
 
 from runtime import faults
 from runtime.data.samples import Group, Prompt, Sample, validate_sample
-from runtime.engines.pool import Route
+from runtime.engines.slots import Route
 from runtime.errors import ContractViolation, GenerationTimeout, ServingError
 from runtime.policy import PolicyId
 from runtime.rollout.functions import Generate, RolloutFunction, RolloutTask

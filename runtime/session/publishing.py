@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from runtime.engines.monitor import HealthMonitor
-from runtime.engines.pool import EnginePool, LiveEngine, SlotState
+from runtime.engines.pool import EnginePool
+from runtime.engines.slots import LiveEngine, SlotState
 from runtime.errors import EngineDead, RetryBy, RunError
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision

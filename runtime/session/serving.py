@@ -19,7 +19,8 @@ from runtime.data.routed import RouterShape
 from runtime.data.samples import Sample
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.factory import engine_owner
-from runtime.engines.monitor import HealthMonitor, health_settings
+from runtime.engines.health import health_settings
+from runtime.engines.monitor import HealthMonitor
 from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, SamplingSettings
 from runtime.engines.ray_owner import RaySlot

@@ -3,9 +3,11 @@ import itertools
 import anyio
 import pytest
 
-from runtime.engines.monitor import HealthMonitor, HealthSettings
-from runtime.engines.pool import EnginePool, SlotState
+from runtime.engines.health import HealthSettings
+from runtime.engines.monitor import HealthMonitor
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, EngineInfo, EngineLoad
+from runtime.engines.slots import SlotState
 from runtime.errors import EngineDead, TransportError
 from runtime.policy import PolicyId
 from runtime.telemetry.events import Event

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.engines.monitor import DETECT_SLACK_S, EXIT_POLL_S, HealthSettings
-from runtime.engines.pool import LIVE, SlotState
+from runtime.engines.health import DETECT_SLACK_S, EXIT_POLL_S, HealthSettings
+from runtime.engines.slots import LIVE, SlotState
 from runtime.telemetry.events import Event
 from tests.runtime.engines.test_monitor import House
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from runtime.clock import ManualClock
-from runtime.engines.pool import TRANSITIONS, EnginePool, SlotState
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress, EngineInfo
+from runtime.engines.slots import TRANSITIONS, SlotState
 from runtime.errors import ContractViolation, UnavailableError
 from runtime.policy import PolicyId
 from runtime.telemetry.events import Event

@@ -16,7 +16,7 @@ from runtime.clock import ManualClock
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.data.samples import Collection, Prompt, PromptId, Span
-from runtime.engines.pool import EnginePool, SlotState
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import (
     EngineAddress,
     EngineInfo,
@@ -25,6 +25,7 @@ from runtime.engines.protocol import (
     Generation,
     SamplingSettings,
 )
+from runtime.engines.slots import SlotState
 from runtime.errors import DataBudgetExceeded
 from runtime.policy import PolicyId
 from runtime.rollout.errors_log import ErrorsLog

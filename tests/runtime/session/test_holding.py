@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.clock import ManualClock
-from runtime.engines.monitor import HealthMonitor, HealthSettings
-from runtime.engines.pool import EnginePool, SlotState
+from runtime.engines.health import HealthSettings
+from runtime.engines.monitor import HealthMonitor
+from runtime.engines.pool import EnginePool
+from runtime.engines.slots import SlotState
 from runtime.rollout.gate import AdmissionGate
 from runtime.session.holding import ServingHold
 from runtime.telemetry.events import Event

@@ -9,8 +9,9 @@ import anyio
 import pytest
 
 from runtime.clock import ManualClock, SystemClock
-from runtime.engines.pool import EnginePool, SlotState
+from runtime.engines.pool import EnginePool
 from runtime.engines.protocol import EngineAddress
+from runtime.engines.slots import SlotState
 from runtime.errors import EngineDead, EngineRefused, PublicationFailed, WaitTimeout
 from runtime.policy import PolicyId
 from runtime.publication.protocol import Target
