@@ -76,14 +76,24 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
         trainer_bytes_per_rank=int(resident + (master + moments) / optimizer_ranks),
         activation_bytes_per_rank=_activations(spec, shape, per_value),
         staged_bytes_per_node=staged // nodes,
-        engine_weights_bytes_per_gpu=parameters * per_value // spec.rollout.tensor,
+        engine_weights_bytes_per_gpu=_served(spec, shape) * per_value // spec.rollout.tensor,
         kv_bytes_per_token=shape.kv_bytes_per_token(per_value),
         assumptions=[
             "optimizer state spread over all trainer ranks" if on_gpu else "every CPU rank whole",
             "the teacher is as large as the student" if has_teacher else "no teacher",
+            "the engine keeps its base beside what it serves"
+            if spec.lora.publishes_adapter
+            else "the engine holds the weights once",
             "activations of the torch backend, layers compiled; workspaces are not in it",
         ],
     )
+
+
+def _served(spec: RunSpec, shape: ModelShape) -> int:
+    """Values an engine keeps of the model; where adapters are merged there, most of them twice."""
+    tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    kept = shape.num_parameters - tables if spec.lora.publishes_adapter else 0
+    return shape.num_parameters + kept
 
 
 def _moments(spec: RunSpec, shape: ModelShape, trained: int) -> int:

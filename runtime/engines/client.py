@@ -11,11 +11,10 @@ from typing import Any, Self, cast
 import anyio.to_thread
 import orjson
 
-from runtime.data.teacher import TeacherScores
 from runtime.engines.answers import classify
 from runtime.engines.bucket_body import cuda_body, memory_body
 from runtime.engines.connection import Connection
-from runtime.engines.probe import probe, server_facts
+from runtime.engines.probe import probe
 from runtime.engines.protocol import (
     EngineInfo,
     EngineLoad,
@@ -23,15 +22,6 @@ from runtime.engines.protocol import (
     Generation,
     PauseMode,
     TensorSpec,
-)
-from runtime.engines.scoring import (
-    ScoreRequest,
-    ServerFacts,
-    TextScores,
-    read_scores,
-    read_text_scores,
-    score_body,
-    text_body,
 )
 from runtime.engines.shared import SharedBucket
 from runtime.engines.weight_folder import check_folder
@@ -116,23 +106,21 @@ class HttpEngineClient:
         """
         self._check_ids(request.input_ids)
         body = orjson.dumps(generate_body(request))
-        status, answer = await self._generated(body, request.rid, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                status, answer = await self._http.send("POST", "/generate", body)
+        except TimeoutError as error:
+            raise GenerationTimeout(
+                f"no answer to {request.rid} within {deadline_s:g} s",
+                rid=request.rid,
+                url=self._url,
+            ) from error
         if (early := aborted_early(status, answer, request)) is not None:
             return early
         failure = classify(status, answer)
         if failure is not None:
             raise failure
         return generations(answer, n=request.n, router=request.router)
-
-    async def _generated(self, body: bytes, rid: str, deadline_s: float) -> tuple[int, object]:
-        """Status and body of one call of ``/generate``, sent once."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._http.send("POST", "/generate", body)
-        except TimeoutError as error:
-            raise GenerationTimeout(
-                f"no answer to {rid} within {deadline_s:g} s", rid=rid, url=self._url
-            ) from error
 
     async def abort(self, rid: str | None) -> None:
         """Abort one call, or everything with None. Unknown ids are no error."""
@@ -146,40 +134,6 @@ class HttpEngineClient:
             raise ContractViolation(
                 f"token id {outside} is outside the vocabulary [0, {vocab_size})", token=outside
             )
-
-    # Scoring
-
-    async def score(
-        self, request: ScoreRequest, *, vocab_size: int, deadline_s: float
-    ) -> TeacherScores:
-        """Log-probs of a given response. Changes nothing there: it may be asked again.
-
-        Args:
-            request: prompt and response.
-            vocab_size: ids of both sides lie in [0, vocab_size).
-            deadline_s: of the whole answer.
-
-        Raises:
-            GenerationTimeout, TransportError, OverloadError, UnavailableError: as ``generate``.
-            ContractViolation: for anything else, an answer to another question among them.
-        """
-        self._check_ids((*request.prompt_ids, *request.token_ids))
-        answer = await self._asked(score_body(request), request.rid, deadline_s)
-        return read_scores(answer, request, vocab_size=vocab_size)
-
-    async def score_text(self, text: str, *, rid: str, deadline_s: float) -> TextScores:
-        """How the server's tokenizer and model read a text; raises as ``score`` does."""
-        return read_text_scores(await self._asked(text_body(rid, text), rid, deadline_s))
-
-    async def server_facts(self) -> ServerFacts:
-        """What the server says about its model, without a probe: it may be somebody else's."""
-        return await server_facts(self._http, limit_s=self._limits.control_s)
-
-    async def _asked(self, body: Mapping[str, object], rid: str, deadline_s: float) -> object:
-        status, answer = await self._generated(orjson.dumps(body), rid, deadline_s)
-        if (failure := classify(status, answer)) is not None:
-            raise failure
-        return answer
 
     # Pauses
 

@@ -8,7 +8,7 @@ trainer's base are made once, for it never changes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from runtime.engines.protocol import WeightHash
 from runtime.policy import PolicyId
 from runtime.publication.diagnostics import Diagnostics
 from runtime.publication.disk import DiskTransport, Written
-from runtime.publication.protocol import ONLY_SHA256, Target
+from runtime.publication.protocol import ONLY_SHA256, Snapshot, Target
 
 
 class AdapterTrainer(Protocol):
@@ -35,57 +35,23 @@ class AdapterTrainer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSnapshot:
-    """An adapter that was written, and the base it belongs to. Implements ``Written``."""
-
-    num_tensors: int
-    """Of base and adapter: what an engine is verified by."""
-    num_bytes: int
-    """Of the adapter: what travels."""
-    digests: Mapping[WeightHash, Mapping[str, str]]
-    """The base by HF name, the adapter by peft's names."""
-
-    @property
-    def checksums(self) -> Mapping[str, str]:
-        """SHA-256 of both; KeyError where it was not asked for."""
-        return self.digests["sha256"]
-
-
-class AdapterSource:
-    """Implements ``disk.WeightSource`` with the adapters of a trainer whose base stands still."""
+class _Adapters:
+    """Implements ``disk.WeightSource``: a folder of adapters in place of one of weights."""
 
     def __init__(self, trainer: AdapterTrainer) -> None:
         self._trainer = trainer
-        self._base: dict[WeightHash, Mapping[str, str]] = {}
 
     async def write_snapshot(
         self, folder: str, kinds: frozenset[WeightHash] = ONLY_SHA256
-    ) -> AdapterSnapshot:
-        """Write the current adapters; the first call takes the base's digests too.
-
-        Raises:
-            ConfigError: if the trainer has no adapters.
-        """
-        unknown = kinds - self._base.keys()
-        if unknown:
-            self._base.update(await self._trainer.digest_base(unknown))
-        written = await self._trainer.write_adapter(folder, kinds)
-        digests: dict[WeightHash, Mapping[str, str]] = {
-            kind: {**self._base[kind], **written.digests[kind]} for kind in kinds
-        }
-        return AdapterSnapshot(
-            num_tensors=written.num_tensors + max(len(self._base[kind]) for kind in kinds),
-            num_bytes=written.num_bytes,
-            digests=digests,
-        )
+    ) -> Written:
+        return await self._trainer.write_adapter(folder, kinds)
 
 
 class AdapterTransport(DiskTransport):
     """Implements PublicationTransport with adapters in folders.
 
     Args:
-        trainer: writes them.
+        trainer: writes them; what lies under them stands still as long as this lives.
         root: where scratch folders lie; None chooses memory. On several hosts a shared folder.
         diagnostics: told of each step.
     """
@@ -98,7 +64,28 @@ class AdapterTransport(DiskTransport):
         root: Path | None = None,
         diagnostics: Diagnostics | None = None,
     ) -> None:
-        super().__init__(AdapterSource(trainer), root, diagnostics)
+        super().__init__(_Adapters(trainer), root, diagnostics)
+        self._trainer = trainer
+        self._base: dict[WeightHash, Mapping[str, str]] = {}
+
+    async def prepare(
+        self, policy: PolicyId, kinds: frozenset[WeightHash] = ONLY_SHA256
+    ) -> Snapshot:
+        """Have the trainer write its adapters; the first call takes digests of the base too.
+
+        The snapshot counts the tensors of both, which an engine is verified by, and the bytes of
+        the adapters, which travel.
+
+        Raises:
+            ConfigError: if the trainer has no adapters.
+        """
+        unknown = kinds - self._base.keys()
+        if unknown:
+            self._base.update(await self._trainer.digest_base(unknown))
+        snapshot = await super().prepare(policy, kinds)
+        digests = {kind: {**self._base[kind], **of_it} for kind, of_it in snapshot.digests.items()}
+        num_tensors = max(len(both) for both in digests.values())
+        return replace(snapshot, num_tensors=num_tensors, digests=digests)
 
     async def _order(self, target: Target, folder: str, policy: PolicyId, *, flush: bool) -> None:
         await target.client.update_adapter(folder, policy, flush=flush)

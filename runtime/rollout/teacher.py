@@ -29,16 +29,14 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger("rollout")
 
 
 class ScoringClient(Protocol):
-    """The part of ``HttpEngineClient`` that is needed here."""
+    """The part of ``HttpScoringClient`` that is needed here."""
 
     @property
     def url(self) -> str:
         """Base address."""
         ...
 
-    async def score(
-        self, request: ScoreRequest, *, vocab_size: int, deadline_s: float
-    ) -> TeacherScores:
+    async def score(self, request: ScoreRequest, *, deadline_s: float) -> TeacherScores:
         """Log-probs of a given response."""
         ...
 
@@ -59,7 +57,6 @@ class ServedTeacher:
     Args:
         clients: one per address; all serve the same weights.
         top_k: what the loss needs: 0, or the number of likeliest tokens.
-        vocab_size: of student and teacher.
         deadline_s: of one answer, the wait for a place left out.
         concurrency: most calls under way to one address; more wait here.
         pause: awaited between tries, with seconds.
@@ -70,14 +67,12 @@ class ServedTeacher:
         clients: Sequence[ScoringClient],
         *,
         top_k: int,
-        vocab_size: int,
         deadline_s: float,
         concurrency: int,
         pause: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         self._addresses = [Address(client, concurrency) for client in clients]
         self._top_k = top_k
-        self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._pause = pause
 
@@ -127,9 +122,7 @@ class ServedTeacher:
         address.num_asked += 1
         try:
             async with address.places:
-                return await address.client.score(
-                    request, vocab_size=self._vocab_size, deadline_s=self._deadline_s
-                )
+                return await address.client.score(request, deadline_s=self._deadline_s)
         finally:
             address.num_asked -= 1
 

@@ -15,8 +15,8 @@ import numpy as np
 from configs.run import RunSpec
 from configs.teacher import Teacher
 from runtime.data.encoder import Encode, load_encoder
-from runtime.engines.client import HttpEngineClient
 from runtime.engines.scoring import TextScores
+from runtime.engines.scoring_client import HttpScoringClient
 from runtime.errors import (
     ConfigError,
     ContractViolation,
@@ -97,7 +97,7 @@ async def open_teacher(
         return
     token = token_of(teacher)
     clients = [
-        HttpEngineClient(
+        HttpScoringClient(
             url, api_key=token, vocab_size=vocab_size, max_connections=teacher.concurrency + 8
         )
         for url in teacher.url
@@ -113,7 +113,6 @@ async def open_teacher(
         yield ServedTeacher(
             clients,
             top_k=teacher.top_k,
-            vocab_size=vocab_size,
             deadline_s=stretched("judge", teacher.deadline),
             concurrency=teacher.concurrency,
         )
@@ -124,7 +123,7 @@ async def open_teacher(
 
 
 async def check_servers(
-    clients: Sequence[HttpEngineClient],
+    clients: Sequence[HttpScoringClient],
     student: Student,
     *,
     deadline_s: float | None = None,
@@ -151,7 +150,7 @@ async def check_servers(
 
 
 async def _check_server(
-    client: HttpEngineClient, student: Student, limit_s: float
+    client: HttpScoringClient, student: Student, limit_s: float
 ) -> list[TextScores]:
     """Facts, then texts; how it read them."""
     found = "nothing came back"
@@ -173,7 +172,7 @@ async def _check_server(
     )
 
 
-async def _compare(client: HttpEngineClient, student: Student, limit_s: float) -> list[TextScores]:
+async def _compare(client: HttpScoringClient, student: Student, limit_s: float) -> list[TextScores]:
     facts = await client.server_facts()
     if facts.vocab_size not in (None, student.vocab_size):
         raise ConfigError(

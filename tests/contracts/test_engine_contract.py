@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from runtime.engines.answers import classify
-from runtime.engines.client import HttpEngineClient
 from runtime.engines.keepalive import SERVER_KEEPALIVE_S
 from runtime.engines.scoring import ScoreRequest
+from runtime.engines.scoring_client import HttpScoringClient
 from runtime.errors import OverloadError
 from tests.contracts.conftest import Models, RunningEngine, only_on
 from tests.contracts.tiny_models import CONTEXT, VOCAB, byte_tokenizer, reference_logprobs
@@ -65,12 +65,14 @@ async def test_a_given_response_is_scored_with_its_likeliest_alternatives(
     with torch.inference_mode():
         logits = models.models["a"](torch.tensor([[*prompt, *response]])).logits[0].float()
     logprob_TV = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    async with HttpEngineClient(engine_server.url, api_key=engine_server.api_key) as client:
+    async with HttpScoringClient(
+        engine_server.url, api_key=engine_server.api_key, vocab_size=VOCAB
+    ) as client:
         for top_k in (0, 1, 5):
             request = ScoreRequest(
                 rid=f"s{top_k}", prompt_ids=prompt, token_ids=response, top_k=top_k
             )
-            found = await client.score(request, vocab_size=VOCAB, deadline_s=60)
+            found = await client.score(request, deadline_s=60)
             values, ids = found.arrays(len(response))
             if top_k == 0:
                 want = logprob_TV.gather(1, torch.tensor(response)[:, None]).squeeze(1)

@@ -28,7 +28,7 @@ from tests.runtime.publication.real_engines import engines
 from tests.runtime.publication.tiny_engines import Faults, FaultyClient
 from tests.runtime.trainer.tiny import make_sequences, tiny_config
 
-P1, P2, P3 = PolicyId(1, 1), PolicyId(1, 2), PolicyId(1, 3)
+P1, P2 = PolicyId(1, 1), PolicyId(1, 2)
 LORA = LoraSettings(rank=4, alpha=8.0)
 ALSO = LoraSettings(rank=4, alpha=8.0, also=("*embed_tokens*",))
 SAMPLING = SamplingSettings(max_new_tokens=24, ignore_eos=True, seed=5)
@@ -246,6 +246,53 @@ def test_no_engine_verified_leaves_the_old_policy_and_the_retry_publishes(folder
             await house.publish(policy, [broken])
             assert (house.publisher.published, house.publisher.is_halted) == (P2, False)
             assert [d["outcome"] for d in house.decisions()] == ["published", "failed", "published"]
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("mode", ["drain", "rolling"])
+def test_the_other_modes_bring_adapters_too(folder, tmp_path, mode):
+    waited: list[str] = []
+
+    async def drain() -> None:
+        waited.append("all")
+
+    async def rest(target: Target) -> None:
+        waited.append(str(target.slot))
+
+    async def main():
+        async with home(folder, tmp_path) as house, engines(folder, 2) as targets:
+            for _ in range(2):
+                policy = await house.train()
+                decision = await house.publisher.publish(
+                    policy, targets, mode=mode, drain=drain, rest=rest
+                )
+                assert all(v.flushed for v in decision.verified)
+                found = [await answer(target, "r") for target in targets]
+                assert found[0].logprobs == found[1].logprobs
+                assert {s.policy for f in found for s in f.spans} == {policy}
+
+    anyio.run(main)
+    assert waited == (["all"] * 2 if mode == "drain" else ["0", "1"] * 2)
+
+
+def test_a_resumed_trainer_brings_a_fresh_engine_where_the_last_one_was(folder, tmp_path):
+    """A commit holds adapters alone; an engine of the next epoch starts with the base."""
+    commit = tmp_path / "commit"
+    commit.mkdir()
+
+    async def main():
+        async with home(folder, tmp_path) as house, engines(folder, 1) as (before,):
+            for _ in range(2):
+                await house.publish(await house.train(), [before])
+            await house.trainer.write_staged(await house.trainer.stage(), str(commit))
+            wanted = await answer(before, "r")
+        async with home(folder, tmp_path) as house, engines(folder, 1) as (fresh,):
+            await house.trainer.restore(str(commit))
+            await house.publish(PolicyId(2, 2), [fresh])
+            found = await answer(fresh, "r")
+        assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+        assert (wanted.prefill, found.prefill) == (P2, PolicyId(2, 2))
 
     anyio.run(main)
 

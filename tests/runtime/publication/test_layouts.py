@@ -6,6 +6,7 @@ gather, and every engine ends with the weights that one rank alone would have ma
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from runtime.policy import PolicyId
+from runtime.publication.adapter import AdapterTransport
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.disk import DiskTransport
 from runtime.publication.ipc import IpcTransport
@@ -28,7 +30,7 @@ from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.transaction import Publisher
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.rank import Operation, RankServer
-from runtime.trainer.settings import OptimizerSettings, TrainerSettings
+from runtime.trainer.settings import LoraSettings, OptimizerSettings, TrainerSettings
 from tests.runtime.publication.real_engines import engines
 from tests.runtime.trainer.tiny import make_sequences, tiny_config
 
@@ -57,11 +59,11 @@ def weights_of(server: RankServer) -> dict[str, torch.Tensor]:
     return {n: t.clone() for bucket in server.backend.export_weights(4096) for n, t in bucket}
 
 
-def rank_main(rank: int, size: int, pipe: Connection) -> None:
+def rank_main(rank: int, size: int, pipe: Connection, settings: TrainerSettings) -> None:
     """Answer calls until told to end; ``weights`` and ``port`` beside those of the rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    server = RankServer(SETTINGS, rank=rank, size=size, epoch=0)
+    server = RankServer(settings, rank=rank, size=size, epoch=0)
     while (call := pipe.recv()) is not None:
         method, args = call
         try:
@@ -110,6 +112,12 @@ class Ranks:
     async def write_snapshot(self, folder, kinds=ONLY_SHA256):
         return await anyio.to_thread.run_sync(self.step, "write_snapshot", folder, kinds)
 
+    async def write_adapter(self, folder, kinds=ONLY_SHA256):
+        return await anyio.to_thread.run_sync(self.step, "write_adapter", folder, kinds)
+
+    async def digest_base(self, kinds):
+        return await anyio.to_thread.run_sync(self.step, "digest_base", kinds)
+
     async def free_port(self, host):
         return self.call("free_port", host, only=0)
 
@@ -124,12 +132,12 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(size: int, model: Path) -> Iterator[Ranks]:
+def ranks_of(size: int, model: Path, settings: TrainerSettings = SETTINGS) -> Iterator[Ranks]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["runtime.trainer.torch.backend"])
     pairs = [context.Pipe() for _ in range(size)]
     processes = [
-        context.Process(target=rank_main, args=(rank, size, theirs))
+        context.Process(target=rank_main, args=(rank, size, theirs, settings))
         for rank, (_, theirs) in enumerate(pairs)
     ]
     try:
@@ -194,3 +202,31 @@ def test_every_engine_holds_what_one_rank_alone_would_have_made(
     assert set(held[0]) == set(made) == set(alone)
     for name, tensor in alone.items():
         torch.testing.assert_close(made[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_sharded_adapters_over_a_sharded_base_reach_every_engine(model, tmp_path):
+    lora = LoraSettings(rank=4, alpha=8.0)
+    adapted = dataclasses.replace(SETTINGS, lora=lora)
+
+    async def main(ranks: Ranks):
+        publisher = Publisher(
+            transport=AdapterTransport(ranks, tmp_path),
+            kill=None,
+            record_path=tmp_path / "publications.jsonl",
+        )
+        async with engines(model, 2) as targets:
+            for update in (1, 2):
+                ranks.step("train_step", batch(update))
+                decision = await publisher.publish(PolicyId(1, update), targets, mode="refresh")
+                assert len(decision.verified) == 2
+            held = [await target.client.checksums() for target in targets]
+        await publisher.close()
+        return held
+
+    with ranks_of(2, model, adapted) as ranks:
+        held = anyio.run(main, ranks)
+        made = ranks.call("weights")
+    assert held[0] == held[1]
+    adapters = {name for name in held[0] if ".lora_" in name}
+    assert set(held[0]) - adapters == set(made), "the base, under the names of the model"
+    assert len(adapters) == 2 * 14

@@ -17,9 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from configs.teacher import Teacher
 from runtime.data.encoder import load_encoder
 from runtime.data.samples import Prompt, PromptId, Sample, Span
-from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
+from runtime.engines.scoring_client import HttpScoringClient
 from runtime.errors import ConfigError, ServiceUnavailable
 from runtime.policy import PolicyId
 from runtime.session.teaching import PROBE, Student, check_servers, open_teacher, pieces, token_of
@@ -52,13 +52,13 @@ def server(folder: Path, **settings: Any) -> Server:
 
 
 async def check(url: str, wanted: Student, key: str | None = None) -> None:
-    async with HttpEngineClient(url, api_key=key, vocab_size=VOCAB) as client:
+    async with HttpScoringClient(url, api_key=key, vocab_size=VOCAB) as client:
         await check_servers([client], wanted, deadline_s=60)
 
 
 async def test_a_teacher_of_the_students_kind_is_taken(folder: Path):
     async with server(folder) as one, server(folder) as other:
-        clients = [HttpEngineClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
         await check_servers(clients, student(folder), deadline_s=60)
         for client in clients:
             await client.close()
@@ -82,7 +82,7 @@ async def test_another_vocabulary_a_short_context_and_another_tokenizer_are_name
 async def test_two_models_behind_one_teacher_are_refused(folder: Path, tmp_path: Path):
     strange = save_model(tiny_qwen3(5), tmp_path)
     async with server(folder) as one, server(strange) as other:
-        clients = [HttpEngineClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
         with pytest.raises(ConfigError, match="are not the same model"):
             await check_servers(clients, student(folder), deadline_s=60)
         for client in clients:
@@ -127,7 +127,7 @@ async def test_nobody_there_is_a_service_that_may_come(folder: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listened on: connections are refused
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with HttpEngineClient(url, vocab_size=VOCAB) as client:
+        async with HttpScoringClient(url, vocab_size=VOCAB) as client:
             with pytest.raises(ServiceUnavailable, match=f"{url} did not answer within 0.5 s"):
                 await check_servers([client], student(folder), deadline_s=0.5)
 

@@ -13,9 +13,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from runtime.data.samples import Prompt, PromptId, Sample, Span
-from runtime.engines.client import HttpEngineClient
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
+from runtime.engines.scoring_client import HttpScoringClient
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
 from runtime.rollout.teacher import ServedTeacher
@@ -90,11 +90,9 @@ def test_losses_and_weights_are_those_of_the_held_teacher(
     async def main() -> None:
         async with (
             Server(EngineSettings(model_path=str(teacher_folder))) as server,
-            HttpEngineClient(server.url, vocab_size=VOCAB) as client,
+            HttpScoringClient(server.url, vocab_size=VOCAB) as client,
         ):
-            teacher = ServedTeacher(
-                [client], top_k=top_k, vocab_size=VOCAB, deadline_s=60, concurrency=8
-            )
+            teacher = ServedTeacher([client], top_k=top_k, deadline_s=60, concurrency=8)
             for collection in range(1, UPDATES // 2 + 1):
                 batch = make_batch(2 * collection, equal=(1,))
                 mine = held.train_step(batch).values
