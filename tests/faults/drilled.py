@@ -21,7 +21,7 @@ from runtime.drill.job import Variant
 from tests.faults.mutants import MUTANTS, ROOT, make
 
 ROOMS = ("configs", "runtime", "tasks", "blocks", "flows")
-_LIMIT_S = 300.0
+_LIMIT_S = 400.0
 _LEAVING_S = 60.0
 
 
