@@ -45,20 +45,21 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     try:
         prepared, trainer = await _prepare_beside(ground, own_ray)
         nodes = own_ray.nodes
-        ground.tasks.start_soon(nodes.watch)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        if ground.caches is not None:
-            # Before anything is compiled; the processes know the folder since they started.
-            await ground.caches.restore(Path(prepared.model))
-        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
-        try:
-            facts = await _load_and_start(ground, prepared, engines, trainer)
-            async with running(ground, prepared, engines, trainer, facts, nodes) as session:
-                yield session
-        finally:
-            with anyio.CancelScope(shield=True):
-                await trainer.shutdown()
-                await engines.monitor.stop()
+        async with nodes.watched(ground.tasks):
+            if ground.caches is not None:
+                # Before anything is compiled; the processes know the folder since they started.
+                await ground.caches.restore(Path(prepared.model))
+            scratch = ground.scratch
+            engines = make_engines(context, prepared, ground.recorder, nodes, scratch=scratch)
+            try:
+                facts = await _load_and_start(ground, prepared, engines, trainer)
+                async with running(ground, prepared, engines, trainer, facts, nodes) as session:
+                    yield session
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await trainer.shutdown()
+                    await engines.monitor.stop()
     except Exception:
         # What broke first may only be the first sign of a lost node.
         await own_ray.nodes.settle()
