@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -161,6 +162,24 @@ def _raylet(head: Head, mine: Replica, gpus: int) -> list[str]:
     ]  # fmt: skip
 
 
+def _take_down(raylet: subprocess.Popen[bytes]) -> None:
+    """End a node's Ray: asked first, and nothing of it is left in the end."""
+    import psutil
+
+    tree: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        tree = psutil.Process(raylet.pid).children(recursive=True)
+    raylet.terminate()
+    try:
+        raylet.wait(10)
+    except subprocess.TimeoutExpired:
+        raylet.kill()
+        raylet.wait()
+    for each in tree:
+        with suppress(psutil.Error):  # it is gone, as it should be
+            each.kill()
+
+
 class _Follower:
     """A replica that lends its node to the leader's Ray."""
 
@@ -197,11 +216,7 @@ class _Follower:
                 time.sleep(_POLL_S)
             return 0 if self._has_ended() else 1
         finally:
-            raylet.terminate()
-            try:
-                raylet.wait(10)
-            except subprocess.TimeoutExpired:
-                raylet.kill()
+            _take_down(raylet)
 
     def _has_ended(self) -> bool:
         records = self._chain.read()

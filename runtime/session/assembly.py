@@ -19,7 +19,6 @@ from runtime.session.ground import Ground
 from runtime.session.headed import HeadRay
 from runtime.session.joined import JoinedRay, job_address
 from runtime.session.member import join_attempt
-from runtime.session.nodes import Nodes
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.running import running
 from runtime.session.sequence import Session
@@ -46,24 +45,23 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     try:
         prepared, trainer = await _prepare_beside(ground, own_ray)
         nodes = own_ray.nodes
-        watching = anyio.CancelScope()
-        ground.tasks.start_soon(_watch, nodes, watching)
         ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        if ground.caches is not None:
-            # Before anything is compiled; the processes know the folder since they started.
-            await ground.caches.restore(Path(prepared.model), nodes)
-        engines = make_engines(context, prepared, ground.recorder, nodes, scratch=ground.scratch)
-        try:
-            facts = await _load_and_start(ground, prepared, engines, trainer)
-            async with running(ground, prepared, engines, trainer, facts, nodes) as session:
-                yield session
-        finally:
-            with anyio.CancelScope(shield=True):
-                await trainer.shutdown()
-                await engines.monitor.stop()
+        async with nodes.watched(ground.tasks):
+            if ground.caches is not None:
+                # Before anything is compiled; the processes know the folder since they started.
+                await ground.caches.restore(Path(prepared.model), nodes)
+            scratch = ground.scratch
+            engines = make_engines(context, prepared, ground.recorder, nodes, scratch=scratch)
+            try:
+                facts = await _load_and_start(ground, prepared, engines, trainer)
+                async with running(ground, prepared, engines, trainer, facts, nodes) as session:
+                    yield session
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await trainer.shutdown()
+                    await engines.monitor.stop()
         if ground.caches is not None and nodes.nodes:
             # Other nodes are reached while Ray is up; one that is lost now costs its cache alone.
-            watching.cancel()
             ground.view.doing("cache")
             await ground.caches.gather(lambda: ground.signals.is_terminated)
     except Exception:
@@ -73,11 +71,6 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(own_ray.stop)
-
-
-async def _watch(nodes: Nodes, watching: anyio.CancelScope) -> None:
-    with watching:
-        await nodes.watch()
 
 
 def _ray_of(ground: Ground) -> SessionRay:

@@ -39,6 +39,8 @@ def ray_settings(token: Path) -> dict[str, str]:
         "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Who ends a node has ended the session: there is nothing to drain for half a minute.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # The control store comes back to nobody: its loss is known after this.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_STORE_LOST_S),
     }

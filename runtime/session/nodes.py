@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
 from runtime.errors import Interrupted
 
 LOOPBACK = "127.0.0.1"
+Ask = Callable[[], Sequence[Mapping[str, Any]]]
 _POLL_S = 2.0
 SETTLE_S = 30.0
 """After a failure, how long a node may take to be known as dead: Ray misses heartbeats first."""
@@ -71,14 +74,44 @@ class Nodes:
         alive = {each["NodeID"] for each in known if each["Alive"]}
         return [node for node in self.nodes if node.id not in alive]
 
-    async def watch(self) -> None:
+    @asynccontextmanager
+    async def watched(self, tasks: TaskGroup, ask: Ask | None = None) -> AsyncGenerator[None, None]:
+        """Watch in the background for as long as the block lasts.
+
+        Once the block has ended nobody asks Ray any more: it may be taken down then.
+
+        Args:
+            tasks: gets the watch's error, and is cancelled by it.
+            ask: see ``check``.
+        """
+        scope, over = anyio.CancelScope(), anyio.Event()
+
+        async def watch() -> None:
+            try:
+                with scope:
+                    await self.watch(ask)
+            finally:
+                over.set()
+
+        tasks.start_soon(watch)
+        try:
+            yield
+        finally:
+            scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await over.wait()
+
+    async def watch(self, ask: Ask | None = None) -> None:
         """Run until a node is lost; returns at once where there is one host.
+
+        Args:
+            ask: see ``check``.
 
         Raises:
             Interrupted: naming the node.
         """
         while self.nodes:
-            await self.check()
+            await self.check(ask)
             await anyio.sleep(_POLL_S)
 
     async def settle(self, *, within_s: float = SETTLE_S) -> None:
@@ -92,8 +125,11 @@ class Nodes:
         with anyio.move_on_after(within_s):
             await self.watch()
 
-    async def check(self, ask: Callable[[], Sequence[Mapping[str, Any]]] | None = None) -> None:
+    async def check(self, ask: Ask | None = None) -> None:
         """Look once.
+
+        Args:
+            ask: what the cluster knows of its nodes; None asks Ray.
 
         Raises:
             Interrupted: if a node is lost.

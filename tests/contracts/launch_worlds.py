@@ -237,6 +237,11 @@ class _WithConfig(SchedulerWorld):
         super().__init__(folder)
         self.server = server
         self._monkeypatch = monkeypatch
+        self._use(server.token)
+
+    @abstractmethod
+    def _use(self, token: str) -> None:
+        """Let clients of this process that are made from now on find this token."""
 
 
 class KubeRayWorld(_WithConfig):
@@ -255,14 +260,16 @@ class KubeRayWorld(_WithConfig):
         from runtime.launch.kuberay import kuberay_backend
         from tests.runtime.launch.fake_kubernetes import NAMESPACE
 
-        at = self.folder / "credentials" / f"kubeconfig-{token}"
-        if not at.exists():
-            self.server.config(at, token or self.server.token)
+        if token is not None:
+            self._use(token)
+        environ = {"MILEPOST_K8S_NAMESPACE": NAMESPACE}
+        return kuberay_backend("c", environ=environ, deadline_s=deadline_s)
+
+    def _use(self, token: str) -> None:
+        at = self.server.config(self.folder / "credentials" / "kubeconfig", token)
         self._monkeypatch.setattr(
             "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(at)
         )
-        environ = {"MILEPOST_K8S_NAMESPACE": NAMESPACE}
-        return kuberay_backend("c", environ=environ, deadline_s=deadline_s)
 
     def documents(self) -> dict[str, dict[str, Any]]:
         return {
@@ -286,11 +293,14 @@ class BeakerWorld(_WithConfig):
     def backend(self, *, deadline_s: float = PATIENT_S, token: str | None = None) -> LaunchBackend:
         from runtime.launch.beaker import beaker_backend
 
-        named = self.server.config(self.folder / "credentials", token or self.server.token)
-        for name, value in named.items():
+        if token is not None:
+            self._use(token)
+        return beaker_backend("ai2/test", deadline_s=deadline_s)
+
+    def _use(self, token: str) -> None:
+        for name, value in self.server.config(self.folder / "credentials", token).items():
             self._monkeypatch.setenv(name, value)
         self._monkeypatch.delenv("BEAKER_TOKEN", raising=False)
-        return beaker_backend("ai2/test", deadline_s=deadline_s)
 
     def documents(self) -> dict[str, dict[str, Any]]:
         return self.server.specs
