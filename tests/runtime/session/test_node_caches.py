@@ -142,6 +142,7 @@ class Session:
         return [row["cold"] for row in rows if row["name"] == "cache_restore"]
 
 
+@pytest.mark.ray
 async def test_a_host_publishes_by_its_actor_and_one_that_is_lost_costs_its_cache_alone(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ async def test_a_host_publishes_by_its_actor_and_one_that_is_lost_costs_its_cach
         assert alone.starts() == [True]
 
 
+@pytest.mark.ray
 async def test_hardware_that_is_taken_away_is_not_waited_for(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir(mode=0o700)
     with Switch() as switch:
