@@ -40,7 +40,7 @@ async def test_after_the_block_no_question_is_open_and_none_follows() -> None:
 
     def ask() -> Sequence[Mapping[str, Any]]:
         anyio.from_thread.run_sync(asked.set)
-        may_answer.wait()
+        may_answer.wait(30)  # bounded: a thread cannot be cancelled
         answered.set()
         return known(True, True)
 
