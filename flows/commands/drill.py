@@ -58,7 +58,7 @@ def drill(
     """
     from runtime.drill.campaign import Campaign, drill_folder
     from runtime.drill.catalogue import WEIGHTS, parse
-    from runtime.drill.job import VARIANTS
+    from runtime.drill.job import VARIANTS, Variant
     from runtime.drill.report import as_object, table
 
     try:
@@ -67,7 +67,7 @@ def drill(
     except ValueError as error:
         typer.echo(f"{error}: {', '.join(WEIGHTS)}; some can be had at one point", err=True)
         raise typer.Exit(2) from error
-    variants = [v for v in VARIANTS if variant is None or v in variant]
+    variants: list[Variant] = [v for v in VARIANTS if variant is None or v in variant]
     if unknown := sorted({*(variant or ())} - {*VARIANTS}):
         typer.echo(f"no run is of kind {unknown[0]!r}: {', '.join(sorted({*VARIANTS}))}", err=True)
         raise typer.Exit(2)
