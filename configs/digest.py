@@ -205,7 +205,7 @@ def spec_digest(spec: RunSpec) -> str:
 
 
 def training_fields(spec: RunSpec) -> dict[str, Any]:
-    """What changes results, by dotted field. Cells of the loss table count as settled.
+    """What changes results, by dotted field. The momentum and cells of the loss table are settled.
 
     A cell written out with the value it has anyway is the same training.
     """
@@ -213,6 +213,10 @@ def training_fields(spec: RunSpec) -> dict[str, Any]:
     if spec.rollout.seed is None:
         # As before there was such a field: runs of then can be gone on with.
         del fields["rollout.seed"]
+    if spec.core.optimizer == "adamw":
+        del fields["core.optimizer"], fields["core.momentum"]  # likewise
+    else:
+        fields["core.momentum"] = spec.core.settled_momentum
     row = spec.core.loss_row
     fields["core.normalize_std"] = row.normalize_std
     fields["core.loss_aggregation"] = row.aggregation

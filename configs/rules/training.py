@@ -185,7 +185,7 @@ def _publication(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
         )
 
 
-def _optimizer(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
+def _optimizer(spec: RunSpec, shape: ModelShape | None) -> Iterator[Finding]:
     core = spec.core
     if core.optimizer == "adamw" and core.momentum is not None:
         yield refused(
@@ -203,6 +203,12 @@ def _optimizer(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
                     because='"sgd" has no moments of AdamW',
                     allowed=f"drop core.{key}; core.momentum is its own",
                 )
+    if core.optimizer == "muon" and shape is not None and shape.is_moe:
+        yield refused(
+            "core.optimizer",
+            because="the experts of a layer lie in one tensor, which muon has no step for",
+            allowed='"adamw" or "sgd"',
+        )
     if core.optimizer != "adamw" and core.backend == "megatron":
         yield refused(
             "core.optimizer",

@@ -14,6 +14,7 @@ from configs.digest import (
     training_differences,
     training_digest,
 )
+from configs.load import load_run
 from configs.run import RunSpec
 from configs.section import Section, nested_section
 from tests.configs.conftest import Load
@@ -62,6 +63,7 @@ def test_every_field_is_in_exactly_one_table() -> None:
         "core.tis = true",
         "core.eps_clip = 0.2",
         'core.loss_aggregation = "sample"',
+        'core.optimizer = "adamw"',
     ],
 )
 def test_may_change_on_resume(load: Load, setting: str) -> None:
@@ -92,6 +94,19 @@ def test_must_match_on_resume_and_is_named(load: Load, setting: str, fields: lis
     a, b = load().spec, load(setting).spec
     assert training_digest(a) != training_digest(b)
     assert training_differences(a, b) == training_differences(b, a) == fields
+
+
+def test_momentum_counts_as_settled(load: Load) -> None:
+    sgd = 'core.optimizer = "sgd"'
+    a, b = load(sgd).spec, load(sgd, "core.momentum = 0.9").spec
+    assert training_differences(a, b) == []
+    assert training_differences(a, load().spec) == ["core.momentum", "core.optimizer"]
+
+
+def test_the_digest_of_a_run_that_stands_is_not_changed_by_new_fields() -> None:
+    # A field that is new counts only where it is used; otherwise no run of before could go on.
+    spec = load_run("configs/presets/laptop.toml").spec
+    assert training_digest(spec).startswith("e6aea7ac97f6")
 
 
 def test_layout_is_apart(load: Load) -> None:

@@ -414,6 +414,14 @@ def test_sizes_divide_the_model(
     assert text in str(found[0])
 
 
+def test_muon_has_no_step_for_experts(load: Load, refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(MOE))
+    model = "model = { path = 'm' }"
+    assert [p.field for p in refuse(model, 'core.optimizer = "muon"')] == ["core.optimizer"]
+    load(model, 'core.optimizer = "sgd"')
+
+
 def test_replay_is_for_experts(load: Load, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(MOE))
