@@ -106,7 +106,7 @@ class BroadcastSender:
         Args:
             host: where the others will look for the store; all addresses of it are held.
         """
-        self._let_go()
+        self._let_go(self._port)
         self._port = HeldPort()
         return self._port.port
 
@@ -119,6 +119,8 @@ class BroadcastSender:
         self.abort()
         if self._rank != 0:
             return
+        # A late call, whose caller gave it up, must leave the next group's port alone.
+        held = self._port if self._port and self._port.port == plan.port else None
         try:
             group = CollectiveGroup(
                 host=plan.host,
@@ -130,7 +132,7 @@ class BroadcastSender:
                 timeout_s=timeout_s,
             )
         finally:
-            self._let_go()
+            self._let_go(held)
         with self._lock:
             self._group = group
 
@@ -166,10 +168,13 @@ class BroadcastSender:
         if group is not None:
             group.close()
 
-    def _let_go(self) -> None:
-        port, self._port = self._port, None
-        if port is not None:
-            port.close()
+    def _let_go(self, held: HeldPort | None) -> None:
+        if held is None:
+            return
+        with self._lock:
+            if self._port is held:
+                self._port = None
+        held.close()
 
     def _start(self, index: int, flat: bool) -> Future[None] | None:
         """Take the next bucket and begin to send it; None on ranks that do not send."""

@@ -68,6 +68,25 @@ def test_a_port_that_no_group_came_for_is_let_go() -> None:
     assert sender._port is not first
 
 
+def test_a_late_call_leaves_the_port_of_the_next_group_alone() -> None:
+    sender = BroadcastSender(Export())
+    late = GroupPlan(
+        name="g",
+        host="127.0.0.1",
+        port=sender.free_port("127.0.0.1"),
+        backend="gloo",
+        members=(),
+        ranks_per_engine=1,
+    )
+    after = sender.free_port("127.0.0.1")
+    sender.open_group(late, timeout_s=20)
+    sender.abort()
+    assert sender._port is not None
+    assert sender._port.port == after
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", after))
+
+
 @pytest.mark.parametrize(("keep_bytes", "walks"), [(48, 1), (47, 2)])
 def test_small_weights_are_gathered_once_and_sent_from_what_was_kept(keep_bytes, walks) -> None:
     """All ranks decide alike: one that walked while its siblings do not would wait for ever."""
