@@ -285,5 +285,7 @@ def test_a_scheduler_that_hangs_is_left_at_the_deadline(
     with pytest.raises(ServiceUnavailable) as left:
         CALLS[call](scheduler.backend(deadline_s=0.2), scheduler.submission(loaded, 2), receipt)
     assert left.value.retry is RetryBy.LAUNCH
+    # What was sent must have met the closed door before it opens; what never left never comes.
+    scheduler.server.held.wait(10)
     scheduler.server.released.set()
     assert not scheduler.watcher(loaded).look(1).kind.is_over

@@ -45,6 +45,8 @@ class FakeBeaker:
     fail_posts: int = 0
     """So many posts are answered by 500 and not taken."""
     released: threading.Event = field(default_factory=threading.Event)
+    held: threading.Event = field(default_factory=threading.Event)
+    """Somebody waits for ``released``."""
     """While it is not set, nothing is answered, nor done afterwards."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     agent: str = ""
@@ -69,6 +71,7 @@ class Service(rpc.BeakerServicer):
         if sent.lower() != f"bearer {TOKEN}":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "bad token")
         if not self._state.released.is_set():
+            self._state.held.set()
             self._state.released.wait()
             context.abort(grpc.StatusCode.ABORTED, "hung")
 
@@ -125,6 +128,7 @@ def _rest(state: FakeBeaker) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if not state.released.is_set():
+                state.held.set()
                 state.released.wait()
                 self.close_connection = True
                 return

@@ -22,6 +22,8 @@ class FakeScheduler:
         self.fail_posts = 0
         """So many posts are answered by 503 and not taken."""
         self.released = threading.Event()
+        self.held = threading.Event()
+        """Somebody waits for ``released``."""
         """While it is not set, nothing is answered, nor done afterwards."""
         self.released.set()
         self.lock = threading.Lock()
@@ -52,6 +54,7 @@ class JsonHandler(BaseHTTPRequestHandler):
     def may_enter(self) -> bool:
         """The token decides; what comes while the server hangs is never done."""
         if not self.fake.released.is_set():
+            self.fake.held.set()
             self.fake.released.wait()
             self.close_connection = True
             return False
