@@ -36,7 +36,7 @@ from runtime.trainer.torch.ranks import Ranks
 
 T = TypeVar("T")
 _SENDING = frozenset({"describe", "open_group", "send_bucket"})
-_PUBLISHING = _SENDING | {"write_snapshot", "share_weights"}
+_PUBLISHING = _SENDING | {"write_snapshot", "share_weights", "write_adapter", "digest_base"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +122,13 @@ class RankServer:
         return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method in ("write_adapter", "digest_base"):
-            return getattr(self, f"_{method}")(*args)
         if method not in _PUBLISHING:
             return getattr(self.backend, method)(*args, **kwargs)
         with stacks_of_this_rank(self._ranks.rank, self._ranks.device, method):
             if method == "write_snapshot":
                 return self._write_snapshot(self.backend, *args)
-            if method == "share_weights":
-                return self._share_weights(*args)
+            if method in ("share_weights", "write_adapter", "digest_base"):
+                return getattr(self, f"_{method}")(*args)
             return self._send(method, *args)
 
     def _send(self, method: str, *args: Any) -> Any:

@@ -229,6 +229,10 @@ def _foreign_name(parts: dict[str, torch.Tensor]) -> dict[str, object]:
         (_foreign_name, "no name of peft's"),
         (lambda _: {"use_dora": True}, "use_dora"),
         (lambda _: {"r": 0}, "adapter_config.json"),
+        (lambda _: {"r": 16}, "at rank 16"),
+        (lambda _: {"r": -4}, "no adapter"),
+        (lambda _: {"lora_alpha": float("inf")}, "no adapter"),
+        (lambda _: {"lora_alpha": 10**400}, "adapter_config.json"),
         (lambda _: {"peft_type": "IA3"}, "IA3"),
     ],
 )
@@ -299,6 +303,7 @@ async def test_loads_and_requests_at_once_leave_every_token_with_its_own_adapter
     answers, _ = await asyncio.gather(
         asyncio.gather(*(sample(engine_server) for _ in range(12))), swaps()
     )
+    answers.append(await sample(engine_server))  # the others may all have met a swap
     whole = [a for a in answers if len(a["meta_info"]["weight_versions"]) == 1]
     for answer in whole:
         assert_drawn_from(by_name[answer["meta_info"]["weight_version"]], answer)

@@ -9,6 +9,7 @@ Legend: O output, I input features of a layer; R rank.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class Adapter:
 
     path: str
     scale: float
-    """alpha / rank."""
+    """alpha / rank; finite."""
     parts: dict[str, Tensor]
     """By the format's names, as the file has them."""
     layers: dict[str, tuple[Tensor, Tensor]]
@@ -68,16 +69,16 @@ class AdapterSlot:
         Raises:
             WeightsRefused: if the folder holds none, or one that this model or engine cannot take.
         """
-        scale = _scale(Path(path))
+        rank, scale = _rank_and_scale(Path(path))
         parts = _tensors(Path(path))
         adapter = Adapter(path=path, scale=scale, parts=parts, **_sorted_out(parts))
         for name, (up_OR, down_RI) in adapter.layers.items():
             weight_OI = self._weights.linear(name)
-            shapes = (up_OR.shape[0], down_RI.shape[1]), (up_OR.shape[1],)
-            if shapes != (tuple(weight_OI.shape), (down_RI.shape[0],)):
+            shapes = (up_OR.shape[0], down_RI.shape[1]), (up_OR.shape[1], down_RI.shape[0])
+            if shapes != (tuple(weight_OI.shape), (rank, rank)):
                 raise WeightsRefused(
                     f"{name}: an adapter of {list(up_OR.shape)} x {list(down_RI.shape)} does not "
-                    f"fit {list(weight_OI.shape)}"
+                    f"fit {list(weight_OI.shape)} at rank {rank}"
                 )
         if adapter.whole:
             self._weights.check(adapter.whole, whole=False)
@@ -144,21 +145,26 @@ class AdapterSlot:
         )
 
 
-def _scale(folder: Path) -> float:
-    """Alpha / rank of the folder's adapter; WeightsRefused for a kind that is not plain LoRA."""
+def _rank_and_scale(folder: Path) -> tuple[int, float]:
+    """Rank, and alpha / rank, of the folder's adapter; WeightsRefused for what is not plain LoRA.
+
+    No checksum covers the file that says so: the rank is held to the tensors', the rest to reason.
+    """
     file = folder / CONFIG
     try:
         fields: Mapping[str, Any] = json.loads(file.read_bytes())
-        kind, rank, alpha = fields["peft_type"], fields["r"], fields["lora_alpha"]
-        scale = float(alpha) / int(rank)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        kind, rank = fields["peft_type"], int(fields["r"])
+        scale = float(fields["lora_alpha"]) / rank
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         raise WeightsRefused(f"cannot read {CONFIG} in {str(folder)!r}: {error!r}") from error
     if kind != "LORA":
         raise WeightsRefused(f"peft_type {kind!r:.80} is not supported: this engine takes LORA")
+    if rank < 1 or not math.isfinite(scale):
+        raise WeightsRefused(f"r = {rank} with alpha / r = {scale} is no adapter")
     for name, neutral in _NEUTRAL.items():
         if name in fields and fields[name] not in neutral:
             raise WeightsRefused(f"{name} = {fields[name]!r:.80} is not supported by this engine")
-    return scale
+    return rank, scale
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

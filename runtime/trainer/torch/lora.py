@@ -23,6 +23,7 @@ from torch.nn.functional import dropout, linear
 
 from runtime.errors import ConfigError
 from runtime.publication.peft import CONFIG, DOWN, PREFIX, UP, merge
+from runtime.rundir.atomic import disk_full_as_error
 from runtime.trainer.settings import LoraSettings
 
 
@@ -164,4 +165,5 @@ def write_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    with disk_full_as_error(folder / CONFIG):
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from runtime.errors import ConfigError, PartialWrite
+from runtime.errors import ConfigError, DiskFull, PartialWrite
+from runtime.publication.peft import CONFIG
 from runtime.publication.snapshot import write_snapshot
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import LoraSettings, LossSettings, OptimizerSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.lora import write_config
 from tests.runtime.trainer.tiny import tiny_config
 
 MakeBatch = Callable[..., TrainBatch]
@@ -163,6 +165,13 @@ def test_dropout_is_of_the_training_pass_alone(model_folder: Path, make_batch: M
     )
     values = one.train_step(TrainBatch(update=2, sequences=agreed, consumed_digest="")).values
     assert values["agreement/gap_mean"] < 1e-5
+
+
+def test_a_disk_that_is_full_at_the_adapters_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).symlink_to("/dev/full")
+    settings = LoraSettings(rank=2, alpha=4.0, targets=("q_proj",))
+    with pytest.raises(DiskFull):
+        write_config(tmp_path, settings, "/m")
 
 
 def test_a_target_that_is_not_there_is_refused(model_folder: Path) -> None:
