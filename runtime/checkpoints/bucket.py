@@ -31,6 +31,17 @@ class StoreUnreachable(StoreError):
     next_check = "credentials, AWS_ENDPOINT_URL and the bucket of checkpoint.upload; then the store"
 
 
+def store_name(url: str) -> str:
+    """What ``str`` says of the bucket at a URL, without a client: one name for all spellings."""
+    name, prefix = _parts(url)
+    return f"{SCHEME}{name}/{prefix}".rstrip("/")
+
+
+def _parts(url: str) -> tuple[str, str]:
+    name, _, prefix = url.removeprefix(SCHEME).partition("/")
+    return name, prefix.strip("/")
+
+
 class Bucket:
     """Objects below ``s3://bucket/prefix``.
 
@@ -66,10 +77,9 @@ class Bucket:
         Raises:
             ConfigError: if that is no such URL.
         """
-        name, _, prefix = url.removeprefix(SCHEME).partition("/")
+        name, prefix = _parts(url)
         if not url.startswith(SCHEME) or not name:
             raise ConfigError(f"{url!r} is no object store: expected s3://bucket/prefix")
-        prefix = prefix.strip("/")
         return cls(name, f"{prefix}/" if prefix else "", part_bytes=part_bytes)
 
     def __str__(self) -> str:

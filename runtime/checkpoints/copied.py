@@ -5,6 +5,8 @@ Nobody asks the store for it: ``status`` answers from the output root alone.
 
 from __future__ import annotations
 
+from runtime.checkpoints.bucket import store_name
+from runtime.policy import PolicyId
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.receipts import Receipt, read_receipt, write_receipt
 from runtime.rundir.records import CommitRecord
@@ -18,6 +20,8 @@ def write_copied(
 ) -> None:
     """Say that a commit's copy is whole. Idempotent; a receipt of a later commit stays.
 
+    Later is first of all a later epoch: an owner that was passed over says nothing any more.
+
     Args:
         root: the run.
         commit: whose copy it is.
@@ -29,7 +33,7 @@ def write_copied(
         DiskFull: if there was no room; copying again sends nothing and writes it.
     """
     standing = read_copied(root)
-    if standing is not None and standing.epoch == commit.epoch and standing.update > commit.update:
+    if standing is not None and standing.policy > PolicyId.parse(commit.policy):
         return
     write_receipt(
         root,
@@ -46,3 +50,18 @@ def write_copied(
 def read_copied(root: RunRoot) -> Receipt | None:
     """The receipt; None where no copy is known to be whole."""
     return read_receipt(root, UPLOAD)
+
+
+def is_copied(copied: Receipt | None, commit: CommitRecord, *, upload: str) -> bool:
+    """Whether a receipt speaks of this commit in this store: another store's proves nothing here.
+
+    Args:
+        copied: as ``read_copied`` found it.
+        commit: in question.
+        upload: ``checkpoint.upload``.
+    """
+    return (
+        copied is not None
+        and str(copied.policy) == commit.policy
+        and copied.detail.get("store") == store_name(upload)
+    )

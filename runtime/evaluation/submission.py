@@ -118,16 +118,16 @@ class _Pass:
             receipt = self._ended(folder, receipt)
             (open_ if receipt.open_try is not None else others).append((folder, receipt))
         for folder, receipt in open_:
-            row = self._open(folder, receipt)
-            if self._is_shown(folder):
+            row = self._open(folder, receipt)  # whoever it is for, it has one of the places
+            if self._is_asked(folder):
                 yield row
         # The run's last update first: its number is what people wait for.
         others.sort(key=lambda each: (not self._is_final(each[1]), each[1].update))
         for folder, receipt in others:
-            if self._is_shown(folder):
+            if self._is_asked(folder):
                 yield self._closed(folder, receipt)
 
-    def _is_shown(self, folder: Path) -> bool:
+    def _is_asked(self, folder: Path) -> bool:
         return not self.rules.asked or folder in self.rules.asked
 
     def _derive(self, folder: Path) -> EvaluationReceipt | None:
@@ -169,7 +169,7 @@ class _Pass:
             return self._row(receipt, "in_flight", "the session evaluates it")
         self.in_flight += 1
         key = try_.submission.key
-        if self.jobs.state(key) == "absent":
+        if self._is_asked(folder) and self.jobs.state(key) == "absent":
             # Claimed, and the call or its answer was lost: the same key can be asked for again.
             job = self.jobs.submit(key, self._order(folder, receipt, try_.number))
             return self._row(receipt, "submitted", "asked again under the same key", job)

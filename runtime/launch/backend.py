@@ -60,6 +60,19 @@ class LaunchBackend(Protocol):
         """
         ...
 
+    def job_of(self, key: str) -> str | None:
+        """The id of the job that was submitted under an attempt's key, by whomever.
+
+        Where a key is the id, that is the answer, and nobody is asked whether the job is there.
+
+        Args:
+            key: the attempt's name at the scheduler.
+
+        Returns:
+            None where the scheduler knows of no such job.
+        """
+        ...
+
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
         """Where the attempt of a receipt stands."""
         ...

@@ -95,6 +95,11 @@ class BeakerLaunch:
             )
         return self._submitted(standing, was_there=True)
 
+    def job_of(self, key: str) -> str | None:
+        """See LaunchBackend: an experiment's id is not its name."""
+        workload = self._find(key)
+        return None if workload is None else workload.experiment.id
+
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
         """See LaunchBackend: all jobs of all tasks, the newest of each rank."""
         workload = self._find(receipt.key)

@@ -102,6 +102,10 @@ class KubeRayLaunch:
         mark = cast("dict[str, str]", metadata.get("annotations") or {}).get(MARK)
         return Submitted(job=key, was_there=True, mark=mark)
 
+    def job_of(self, key: str) -> str | None:
+        """See LaunchBackend: the key is the id."""
+        return key
+
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
         """See LaunchBackend."""
         status, found = self._call("get", name=receipt.key)

@@ -114,6 +114,10 @@ class RayJobs:
             return self._submitted(key, found=job)
         return self._submitted(key)
 
+    def job_of(self, key: str) -> str | None:
+        """See LaunchBackend: the key is the id."""
+        return key
+
     def look(self, receipt: LaunchReceipt) -> AttemptStanding:
         """See LaunchBackend."""
         job = self._job(receipt.key)

@@ -11,8 +11,13 @@ from platformdirs import user_cache_path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.names import read_variable
+from runtime.errors import StoreError
 from runtime.launch.submission import attempt_key
 from runtime.rundir import atomic
+from runtime.telemetry.events import Event
+from runtime.telemetry.log import get_logger
+
+_log = get_logger()
 
 FOLDER = "LAUNCH_RECEIPTS"
 """``MILEPOST_LAUNCH_RECEIPTS``: the folder, instead of the user's cache."""
@@ -80,32 +85,39 @@ class Receipts:
             DiskFull: if there was no space.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{receipt.key}.json"
-        atomic.write_bytes(path, receipt.model_dump_json(indent=1).encode() + b"\n", durable=True)
+        data = receipt.model_dump_json(indent=1).encode() + b"\n"
+        atomic.write_bytes(self._path(receipt), data, durable=True)
 
     def note_gpus(
         self, receipt: LaunchReceipt, *, active: int | None, allocated: int | None
     ) -> LaunchReceipt:
         """Keep the most that job events told about GPUs; replicas come and go. Idempotent.
 
+        For people alone: figures that cannot be kept are logged, and nothing is raised.
+
         Args:
-            receipt: as it was read.
+            receipt: as it was read before the scheduler was asked; what others wrote to it or took
+                back since then counts.
             active: GPUs of the replicas that run; None: not told.
             allocated: GPU slots that are paid for; None: not told.
 
         Returns:
-            The receipt as it stands now.
+            The receipt as it stands now, with the figures, kept or not.
         """
         told = {"active_gpus": active, "allocated_gpus": allocated}
-        most = {k: max(v, getattr(receipt, k) or 0) for k, v in told.items() if v is not None}
-        noted = receipt.model_copy(update=most)
-        if noted != receipt:
-            self.write(noted)
+        try:
+            standing = _read(self._path(receipt))
+            noted = _with_most(standing or receipt, told)
+            if standing is not None and noted != standing:
+                self.write(noted)
+        except (OSError, StoreError) as error:
+            _log.warning(Event.LAUNCH_UNNOTED, key=receipt.key, **told, error=str(error))
+            return _with_most(receipt, told)
         return noted
 
     def remove(self, receipt: LaunchReceipt) -> None:
         """Take a receipt back: nothing of ours runs under its name. Idempotent."""
-        (self.folder / f"{receipt.key}.json").unlink(missing_ok=True)
+        self._path(receipt).unlink(missing_ok=True)
 
     def read(self, run: str, root: Path, attempt: int) -> LaunchReceipt | None:
         """The receipt of an attempt; None where there is none, or it cannot be read."""
@@ -116,6 +128,14 @@ class Receipts:
         found = (_read(path) for path in sorted(self.folder.glob("*.json")))
         ours = [each for each in found if each is not None and each.root == str(root)]
         return sorted(ours, key=lambda each: (each.attempt, each.time))
+
+    def _path(self, receipt: LaunchReceipt) -> Path:
+        return self.folder / f"{receipt.key}.json"
+
+
+def _with_most(receipt: LaunchReceipt, told: Mapping[str, int | None]) -> LaunchReceipt:
+    most = {k: max(v, getattr(receipt, k) or 0) for k, v in told.items() if v is not None}
+    return receipt.model_copy(update=most)
 
 
 def _read(path: Path) -> LaunchReceipt | None:

@@ -233,7 +233,9 @@ def _follow(
         return launch
     if not attempt.attempt.exists():
         return _send(submission, sender)
-    sender.receipts.write(_receipt(submission, sender).model_copy(update={"job": submission.key}))
+    job = sender.backend.job_of(submission.key)
+    if job is not None:  # else there is nothing to see through
+        sender.receipts.write(_receipt(submission, sender).model_copy(update={"job": job}))
     return launch
 
 

@@ -9,6 +9,7 @@ import anyio.to_thread
 
 from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
+from runtime.checkpoints.copied import is_copied, read_copied
 from runtime.checkpoints.retention import retain
 from runtime.checkpoints.upload import Uploads
 from runtime.data.segments import LedgerSegment
@@ -23,17 +24,27 @@ from runtime.telemetry.events import Event
 from runtime.trainer.group import TrainerGroup
 
 
-def make_uploads(ground: Ground) -> Uploads | None:
-    """Copies of commits in an object store; None where none are asked for."""
-    checkpoint = ground.context.spec.checkpoint
+def make_uploads(ground: Ground, standing: Standing) -> Uploads | None:
+    """Copies of commits in an object store; None where none are asked for.
+
+    What was restored is the first to be copied, unless it is known to be there: whoever committed
+    it may have died over its copy, or the receipt of it with another machine.
+    """
+    root, checkpoint = ground.context.root, ground.context.spec.checkpoint
     if checkpoint.upload is None:
         return None
-    return Uploads(
-        ground.context.root,
+    uploads = Uploads(
+        root,
         Bucket.of(checkpoint.upload),
         keep=checkpoint.keep,
         record=ground.recorder.lifecycle.record,
     )
+    restored = None if standing.found is None else standing.found.commit
+    if restored is not None and not is_copied(
+        read_copied(root), restored, upload=checkpoint.upload
+    ):
+        uploads.committed(restored)
+    return uploads
 
 
 def make_committer(

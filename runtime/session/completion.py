@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from configs.run import RunSpec
 from configs.schedule import commit_due, evaluation_due
-from runtime.checkpoints.copied import UPLOAD, read_copied
+from runtime.checkpoints.bucket import store_name
+from runtime.checkpoints.copied import UPLOAD, is_copied, read_copied
 from runtime.checkpoints.files import locate
 from runtime.errors import StoreError
 from runtime.evaluation.found import standing_result
@@ -299,13 +300,13 @@ def _copy(root: RunRoot, records: Records, spec: RunSpec | None) -> Iterator[Row
     commit = history.newest_commit(records)
     if spec is None or spec.checkpoint.upload is None or commit is None:
         return
-    copied = read_copied(root)
+    upload, copied = spec.checkpoint.upload, read_copied(root)
+    is_newest = is_copied(copied, commit, upload=upload)
     if copied is None:
-        found, is_newest = f"no copy in {spec.checkpoint.upload}", False
+        found = f"no copy in {upload}"
     else:
         found = f"{copied.policy} whole in {copied.detail.get('store')}"
-        is_newest = str(copied.policy) == commit.policy
-        found += "" if is_newest else f", {commit.policy} is not there yet"
+        found += "" if is_newest else f", {commit.policy} is not in {store_name(upload)} yet"
     is_over = history.is_complete(records)
     missing = (f"{UPLOAD}/{commit.update}",) if is_over and not is_newest else ()
     yield Row(name="copy", is_filled=is_over and is_newest, found=found, missing=missing)

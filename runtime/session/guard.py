@@ -382,10 +382,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def keep_results(attempt: AttemptDir) -> None:
-    """Leave the story where the scheduler keeps results, if the attempt has such a folder."""
-    folder = AttemptFile.read(attempt).results
-    if folder is not None:
-        results.keep(attempt, Path(folder))
+    """Leave the story where the scheduler keeps results, if the attempt has such a folder.
+
+    The end of the attempt stands in the chain by now, so no disk that fails here changes its exit
+    status: that is said on standard error, and nothing is raised.
+    """
+    try:
+        folder = AttemptFile.read(attempt).results
+        if folder is not None:
+            results.keep(attempt, Path(folder))
+    except (OSError, StoreError) as error:
+        sys.stderr.write(f"milepost guard, attempt {attempt.number}: results not kept: {error}\n")
 
 
 def _unrestorable(epoch: EpochRecord, problem: StoreError, now: float) -> Outcome:

@@ -184,7 +184,9 @@ class GroupCaches:
             # A trainer's node compiles other things than an engine's: they share no archive.
             layout = {**self.order.layout, "node": "+".join(roles)}
             self._actors[address] = self._start(nodes, bundle, replace(self.order, layout=layout))
-        return await self._all("restore")
+        found: dict[str, Restored | Exception] = {}
+        await self._all("restore", found)
+        return found
 
     async def publish(
         self, is_terminated: Callable[[], bool]
@@ -193,7 +195,7 @@ class GroupCaches:
 
         Args:
             is_terminated: the hardware is being taken away: nothing more is begun then, and whoever
-                does not answer soon is waited for no longer.
+                does not answer soon is waited for no longer; the others' answers count.
         """
         found: dict[str, list[PartReport] | Exception] = {}
         if is_terminated():
@@ -206,7 +208,7 @@ class GroupCaches:
                 waiting.deadline = anyio.current_time() + _PARTING_S
 
             async with once(is_terminated, leave):
-                found.update(await self._all("publish"))
+                await self._all("publish", found)
         return found
 
     def _start(self, nodes: Nodes, bundle: int, order: CacheOrder) -> Any:
@@ -222,8 +224,8 @@ class GroupCaches:
         )(CacheActor)
         return actor_class.remote(order, self.attempt_dir, self.epoch)
 
-    async def _all(self, what: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    async def _all(self, what: str, found: dict[str, Any]) -> None:
+        """Ask every host at once; ``found`` has what came in, whenever the wait is cut off."""
         limit_s = self.order.wait_s + stretched("coordination", ANSWER_S)
 
         async def one(address: str, actor: Any) -> None:
@@ -236,4 +238,3 @@ class GroupCaches:
         async with anyio.create_task_group() as tasks:
             for address, actor in self._actors.items():
                 tasks.start_soon(one, address, actor)
-        return found

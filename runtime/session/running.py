@@ -61,7 +61,7 @@ async def running(
     """
     standing = await stand(ground, prepared, trainer)
     publishing = make_publishing(ground, engines, trainer, nodes)
-    uploads = make_uploads(ground)
+    uploads = make_uploads(ground, standing)
     spec, run_file = ground.context.spec, ground.context.plan.run_file
     vocab_size = cast(int, facts["vocab_size"])
     some_text = standing.stores[""].prompt(PromptId(0, 0)).text

@@ -40,6 +40,10 @@ class Event(StrEnum):
         "The scheduler asked for the hardware; a commit comes first.",
     )
     ATTEMPT_ENDED = "attempt.ended", "The guard wrote the end record of its epoch."
+    LAUNCH_UNNOTED = (
+        "launch.unnoted",
+        "GPU figures could not be kept in a launch receipt; the job is followed all the same.",
+    )
     EPOCH_TAKEN = (
         "epoch.taken",
         "This guard owns the run from now on; older owners can write nothing.",

@@ -48,7 +48,7 @@ def test_a_final_copy_that_failed_is_owed_until_it_is_brought(made: MadeRun) -> 
 
     status = look(made.root)
     (row,) = [row for row in status.rows if not row.is_filled]
-    assert (row.name, row.found) == ("copy", f"e1.u2 whole in {STORE}, e1.u4 is not there yet")
+    assert (row.name, row.found) == ("copy", f"e1.u2 whole in {STORE}, e1.u4 is not in {STORE} yet")
     assert (status.outstanding, status.exit_code) == (("upload/4",), 5)
     assert list(lines(status, "made"))[-1] == "\nnext: milepost upload made"
 
@@ -110,6 +110,37 @@ def test_a_receipt_of_a_later_commit_stays(made: MadeRun) -> None:
     copied = read_copied(made.root)
     assert copied is not None
     assert copied.update == 4
+
+
+def test_a_receipt_of_a_later_epoch_stays_whatever_its_update(made: MadeRun) -> None:
+    """An owner that was passed over finishes its copy after its successor has."""
+    made.begin()
+    first = made.commit(0)
+    for update in (1, 2):
+        made.train(update)
+    theirs = made.commit(2)
+    made.begin(restored=first)
+    made.publish(1)
+    ours = made.commit(1)
+    write_copied(made.root, ours, store=STORE, num_bytes=1, time=0.0)
+    write_copied(made.root, theirs, store=STORE, num_bytes=1, time=0.0)
+    copied = read_copied(made.root)
+    assert copied is not None
+    assert str(copied.policy) == ours.policy
+
+
+def test_a_copy_in_another_store_does_not_count(made: MadeRun) -> None:
+    made.run_to(4)
+    with_upload(made)
+    newest = history.newest_commit(made.chain.read())
+    assert newest is not None
+    write_copied(made.root, newest, store="s3://old/made", num_bytes=1, time=0.0)
+    status = look(made.root)
+    (row,) = [row for row in status.rows if not row.is_filled]
+    assert row.found == f"e1.u4 whole in s3://old/made, e1.u4 is not in {STORE} yet"
+    assert (status.outstanding, status.exit_code) == (("upload/4",), 5)
+    write_copied(made.root, newest, store=STORE, num_bytes=0, time=0.0)
+    assert look(made.root).exit_code == 0
 
 
 def test_a_run_without_a_store_is_refused(made: MadeRun) -> None:

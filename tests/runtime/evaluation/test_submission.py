@@ -219,6 +219,23 @@ def test_what_a_person_names_is_tried_again_owed_or_not_and_nothing_else(owed: O
     assert receipts.derive(other, stands=True).state == "requested"
 
 
+def test_a_lost_call_for_what_nobody_named_keeps_its_place_and_waits_for_its_own_pass(
+    owed: Owed,
+) -> None:
+    named, lost = owed.ask(2), owed.ask(4, "final")
+    owed.jobs.loses_calls = True
+    with pytest.raises(JobsAway):
+        owed.submit(asked=frozenset({lost}))
+    owed.jobs.loses_calls = False
+    assert owed.submit(asked=frozenset({named}))[2].verdict == "submitted"
+    (order,) = [order for _, order in owed.jobs.orders]
+    assert order.policy == "e1.u2"
+    third = owed.ask(6)
+    assert owed.submit(asked=frozenset({third}))[6].why == "2 are in flight"
+    assert owed.submit()[4].verdict == "submitted"
+    assert len(owed.jobs.orders) == 2
+
+
 def test_what_a_person_names_waits_for_its_place_too(owed: Owed) -> None:
     named = owed.ask(2)
     for update in (4, 6):

@@ -23,6 +23,7 @@ from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
 from runtime.launch.watching import Watcher, decide
+from runtime.rundir.layout import RunRoot
 from tests.runtime.launch import fake_beaker
 from tests.runtime.launch.fake_beaker import FakeBeaker
 from tests.runtime.launch.submissions import IMAGE, PRESETS, three_node
@@ -151,6 +152,30 @@ def test_a_preempted_attempt_is_submitted_again_under_the_next_number(
     sent = submission_of(loaded, plan, attempt=2, image=IMAGE, claim=claim, reason=decision.why)
     assert list(beaker.specs.values())[1] == beaker_document(sent)
     assert [r.attempt for r in Receipts().of_root(loaded.spec.output.root)] == [1, 2]
+
+
+def test_who_follows_an_attempt_that_has_begun_keeps_the_schedulers_id(
+    beaker: FakeBeaker, tmp_path: Path
+) -> None:
+    """The job was submitted from elsewhere; only its scheduler can say what it is called there."""
+    root = tmp_path / "run"
+    mounts = json.dumps(["/weka/oe-adapt-default", str(tmp_path)])
+    loaded = three_node(f'output.root="{root}"', f"launch.weka_mounts={mounts}")
+    assert submit_run(loaded, sender()).how == "started"
+    RunRoot.of(root).attempt(1).path.mkdir(exist_ok=True)
+    RunRoot.of(root).attempt(1).attempt.write_text("{}")
+    follower = replace(sender(), receipts=Receipts(tmp_path / "elsewhere"))
+    assert submit_run(loaded, follower).how == "attached"
+    (receipt,) = follower.receipts.of_root(root)
+    (experiment,) = beaker.experiments.values()
+    assert receipt.key != receipt.job == experiment.experiment.id
+    assert beaker.num_posts == 1
+    # Of an experiment that is gone there is nothing to see through, and nothing is sent again.
+    beaker.experiments.clear()
+    late = replace(sender(), receipts=Receipts(tmp_path / "late"))
+    assert submit_run(loaded, late).how == "attached"
+    assert late.receipts.of_root(root) == []
+    assert beaker.num_posts == 1
 
 
 def test_stopping_cancels_the_experiment(beaker: FakeBeaker, loaded: LoadedRun) -> None:

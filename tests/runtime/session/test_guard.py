@@ -23,7 +23,7 @@ from runtime.rundir.liveness import Mark
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
 from runtime.session.deadman import EXIT_GUARD_GONE
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER
+from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, keep_results
 from runtime.session.guard import Guard as RealGuard
 from runtime.session.succession import Choice
 
@@ -468,6 +468,43 @@ def test_the_story_is_left_where_the_scheduler_keeps_results(
     assert (kept / "workflow.json").read_bytes() == root.workflow.read_bytes()
     assert (kept / "journal.jsonl").read_bytes() == root.journal.read_bytes()
     assert (kept / "run.log").exists()
+
+
+def test_results_that_cannot_be_kept_leave_the_exit_status_as_it_is(
+    attempt, root: RunRoot, last_end
+) -> None:
+    """The session takes the file away that says where to; the guard needs it once more."""
+    code = f"{QUICK_CODE}\n(folder / 'attempt.json').unlink()\n"
+    folder = attempt()
+    spec = AttemptFile.read(folder).model_copy(
+        update={"session": (sys.executable, "-I", "-S", "-c", code), "results": str(root.path)}
+    )
+    atomic.write_bytes(folder.attempt, spec.encode())
+    guard = start_guard(folder)
+    assert guard.wait(60) == EXIT_ENDED
+    assert last_end().state == "complete"
+    assert "attempt 1: results not kept: " in folder.guard_log.read_text()
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_disk_that_fails_over_the_results_raises_nothing(
+    attempt, root: RunRoot, monkeypatch, capsys, error: int
+) -> None:
+    folder = attempt()
+    spec = AttemptFile.read(folder).model_copy(update={"results": str(root.path.parent)})
+    atomic.write_bytes(folder.attempt, spec.encode())
+    asked = []
+
+    def fails(path: Path, pattern: str):
+        asked.append(path)
+        raise OSError(error, os.strerror(error), str(path))
+
+    monkeypatch.setattr(Path, "rglob", fails)
+    keep_results(folder)
+    assert asked == [root.reports]
+    said = capsys.readouterr().err
+    assert os.strerror(error) in said
+    assert said.count("\n") == 1
 
 
 def test_exit_status_of_the_switch_is_its_own() -> None:

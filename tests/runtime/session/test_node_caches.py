@@ -3,21 +3,23 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import anyio
 import pytest
 
+from runtime.caches.publishing import PartReport
 from runtime.errors import SessionLost
 from runtime.rundir import atomic, enter
 from runtime.rundir.attempt import GuardFile
 from runtime.rundir.liveness import Mark
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.receipts import read_receipt
+from runtime.session import node_caches
 from runtime.session.caching import SessionCaches
 from runtime.session.deadman import Switch
-from runtime.session.node_caches import hosts_of, once
+from runtime.session.node_caches import CacheOrder, GroupCaches, hosts_of, once
 from runtime.session.nodes import Node, Nodes
 from runtime.session.scratch import private_folder
 from runtime.telemetry.recorder import Recorder
@@ -52,6 +54,47 @@ async def test_what_is_so_from_the_start_is_acted_on_once() -> None:
     async with once(lambda: True, act):
         await done.wait()
     assert acted == [1]
+
+
+class Remote:
+    """A method of a host's actor, as Ray gives it: ``remote`` answers when it is awaited."""
+
+    def __init__(self, answer: Callable[[], Awaitable[object]]) -> None:
+        self.remote = answer
+
+
+class Host:
+    """An actor that answers to publishing; ``publish`` runs until it does."""
+
+    def __init__(self, publish: Callable[[], Awaitable[object]]) -> None:
+        self.publish = Remote(publish)
+        self.cancelled = 0
+        self.cancel = Remote(self._cancel)  # type: ignore[arg-type]
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+
+async def test_who_answered_before_the_parting_counts_though_another_never_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hardware is taken once one host has answered; the other hangs for ever."""
+    monkeypatch.setattr(node_caches, "_PARTING_S", 0.0)
+    report = PartReport(part="inductor", outcome="published")
+    answered = anyio.Event()
+
+    async def answers() -> list[PartReport]:
+        answered.set()
+        return [report]
+
+    order = CacheOrder(
+        root=tmp_path, place=tmp_path, model=tmp_path, layout={}, wait_s=600.0, publishers=1, by="t"
+    )
+    group = GroupCaches(order=order, attempt_dir=str(tmp_path), epoch=1)
+    quick, hanging = Host(answers), Host(anyio.sleep_forever)
+    group._actors.update(quick=quick, hanging=hanging)
+    assert await group.publish(answered.is_set) == {"quick": [report]}
+    assert (quick.cancelled, hanging.cancelled) == (1, 1)
 
 
 def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
