@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import torch
 from aiohttp import ClientSession, web
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.teacher import Teacher
@@ -72,6 +74,37 @@ async def test_a_teacher_of_the_students_kind_is_taken(folder: Path):
     async with server(folder) as one, server(folder) as other:
         clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
         await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+async def test_servers_with_other_contexts_are_one_teacher(folder: Path):
+    async with (
+        server(folder, context_length=101) as one,
+        server(folder, context_length=1000) as other,
+    ):
+        clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+async def test_servers_with_and_without_a_begin_token_are_one_teacher(
+    folder: Path, tmp_path: Path, first: str
+):
+    begins = byte_tokenizer()
+    begins.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    begins.save(str(tmp_path / "tokenizer.json"))
+    wanted = student(tmp_path)
+    assert len(wanted.encode("ab", True)) == 1 + len(wanted.encode("ab", False))
+    async with server(tmp_path) as one, server(folder) as other:
+        urls = [one.url, other.url] if first == "with" else [other.url, one.url]
+        clients = [HttpScoringClient(url, vocab_size=VOCAB) for url in urls]
+        await check_servers(clients, wanted, deadline_s=60)
         for client in clients:
             await client.close()
 
