@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect.blocks.core import Block
-from pydantic import Field, SecretStr
+from pydantic import ConfigDict, Field, SecretStr
+
+from blocks.address import Address
 
 if TYPE_CHECKING:
     from beaker import Beaker
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 class BeakerAccount(Block):
     """A token of the Beaker scheduler, and where it is used."""
+
+    # An address that is refused may hold a login.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     _block_type_name: ClassVar[str | None] = "Beaker Account"
     _block_type_slug: ClassVar[str | None] = "milepost-beaker-account"
@@ -23,7 +28,7 @@ class BeakerAccount(Block):
         title="Workspace",
         description="Workspace of jobs that name none, such as ai2/open-instruct-dev.",
     )
-    agent_address: str | None = Field(
+    agent_address: Address | None = Field(
         default=None, title="Server", description="URL of the server; empty for beaker.org."
     )
     rpc_address: str | None = Field(

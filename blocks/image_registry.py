@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from prefect.blocks.core import Block
-from pydantic import Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 
 class ImageRegistry(Block):
     """A registry's host and the login for it."""
+
+    # An address that is refused may hold a login.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     _block_type_name: ClassVar[str | None] = "Image Registry"
     _block_type_slug: ClassVar[str | None] = "milepost-image-registry"
@@ -35,6 +38,13 @@ class ImageRegistry(Block):
     password: SecretStr | None = Field(
         default=None, title="Password", description="Password or access token of the user."
     )
+
+    @field_validator("host")
+    @classmethod
+    def _is_host(cls, host: str) -> str:
+        if "@" in host or "://" in host:
+            raise ValueError("host:port alone; the login has fields of its own")
+        return host
 
     @model_validator(mode="after")
     def _login_is_whole(self) -> Self:

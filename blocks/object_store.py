@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from prefect.blocks.core import Block
-from pydantic import Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, SecretStr, model_validator
+
+from blocks.address import Address
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -19,6 +21,9 @@ _ATTEMPTS = 4
 class ObjectStore(Block):
     """A bucket for checkpoint uploads, exports and prepared data."""
 
+    # An address that is refused may hold a login.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     _block_type_name: ClassVar[str | None] = "Object Store"
     _block_type_slug: ClassVar[str | None] = "milepost-object-store"
 
@@ -26,7 +31,7 @@ class ObjectStore(Block):
     prefix: str = Field(
         default="", title="Prefix", description="Put before every key, such as runs/."
     )
-    endpoint_url: str | None = Field(
+    endpoint_url: Address | None = Field(
         default=None, title="Endpoint", description="URL of the store; empty for AWS S3."
     )
     region: str | None = Field(default=None, title="Region", description="Region of the bucket.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from prefect.blocks.core import Block
-from pydantic import Field, SecretStr, field_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator
+
+from blocks.address import Address
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -17,10 +19,13 @@ class RayCluster(Block):
     A run on this machine needs none: it starts a Ray of its own.
     """
 
+    # An address that is refused may hold a login.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     _block_type_name: ClassVar[str | None] = "Ray Cluster"
     _block_type_slug: ClassVar[str | None] = "milepost-ray-cluster"
 
-    address: str = Field(
+    address: Address = Field(
         title="Address",
         description="URL of the head's dashboard and job server, such as http://10.0.0.7:8265.",
     )
@@ -40,15 +45,15 @@ class RayCluster(Block):
         description="Added to every submitted job, for whoever looks at the dashboard.",
     )
 
-    @field_validator("address")
+    @field_validator("address", mode="before")
     @classmethod
-    def _is_url(cls, address: str) -> str:
-        if not address.startswith(("http://", "https://")):
+    def _is_job_server(cls, address: object) -> object:
+        if isinstance(address, str) and address.startswith("ray://"):
             raise ValueError(
-                f"{address!r}: give the job server's URL (http://host:8265); the ray:// client is "
-                "not used, since it dies with its connection"
+                "give the job server's URL (http://host:8265); the ray:// client is not used, "
+                "since it dies with its connection"
             )
-        return address.rstrip("/")
+        return address
 
     @property
     def auth_mode(self) -> Literal["token", "disabled"]:

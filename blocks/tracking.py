@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from prefect.blocks.core import Block
-from pydantic import Field, SecretStr
+from pydantic import ConfigDict, Field, SecretStr
+
+from blocks.address import Address
 
 
 class Tracking(Block):
@@ -13,6 +15,9 @@ class Tracking(Block):
 
     The run file says what is tracked; this says with whose account.
     """
+
+    # An address that is refused may hold a login.
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     _block_type_name: ClassVar[str | None] = "Tracking"
     _block_type_slug: ClassVar[str | None] = "milepost-tracking"
@@ -31,7 +36,7 @@ class Tracking(Block):
     api_key: SecretStr | None = Field(
         default=None, title="API key", description="Without one, online becomes offline."
     )
-    base_url: str | None = Field(
+    base_url: Address | None = Field(
         default=None, title="Server", description="URL of a W&B server of your own."
     )
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from configs.address import without_login
 from configs.positions import key_lines
 from configs.problems import Problem, nearest_name
 from configs.rules import Finding
@@ -87,7 +88,7 @@ class Source:
             file=file,
             line=line,
             field=".".join(loc),
-            value=self.value(loc),
+            value="(hidden)" if finding.is_hidden else self.value(loc),
             message=finding.message,
             allowed=finding.allowed,
             nearest=finding.nearest,
@@ -95,12 +96,26 @@ class Source:
 
 
 def show(value: object) -> str:
-    """A value as JSON, which TOML shares but for tables; cut at 80 characters."""
+    """A value as JSON, which TOML shares but for tables; cut at 80 characters.
+
+    What could be the login of an address is hidden.
+    """
     if isinstance(value, datetime.date | datetime.time):
         text = str(value)
     else:
-        text = json.dumps(value, ensure_ascii=False, default=str)
+        text = json.dumps(_without_logins(value), ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _without_logins(value: object) -> object:
+    if isinstance(value, str):
+        return without_login(value)
+    if isinstance(value, list):
+        return [_without_logins(each) for each in cast("list[object]", value)]
+    if isinstance(value, dict):
+        table = cast("dict[str, object]", value)
+        return {key: _without_logins(each) for key, each in table.items()}
+    return value
 
 
 def problems_of(error: ValidationError, source: Source) -> list[Problem]:

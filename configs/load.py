@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from configs.address import without_login
 from configs.diagnosis import Source, problems_of, section_class, without_broken_fields
 from configs.problems import Problem, RunFileError
 from configs.rules import check
@@ -148,7 +149,7 @@ def parse_set(text: str) -> tuple[tuple[str, ...], object]:
     try:
         table = tomllib.loads(f"value = {match[2].strip()}")
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"{match[2].strip()} is no TOML value") from error
+        raise ValueError(f"{without_login(match[2].strip())} is no TOML value") from error
     if list(table) != ["value"]:
         raise ValueError("more than one TOML value")
     return tuple(match[1].split(".")), table["value"]

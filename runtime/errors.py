@@ -180,7 +180,7 @@ class UnavailableError(ServingError):
 
 
 class GenerationTimeout(ServingError):
-    """A typed waiting, running or request deadline of generation passed."""
+    """A typed waiting, running or request deadline of generation, or of scoring, passed."""
 
     kind = "timeout"
 

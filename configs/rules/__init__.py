@@ -7,6 +7,7 @@ arguments. ``check`` runs them all, so that every broken rule shows at once. Wha
 
 from __future__ import annotations
 
+from configs.rules.addresses import ADDRESS_RULES
 from configs.rules.finding import Finding
 from configs.rules.inputs import INPUT_RULES
 from configs.rules.launching import LAUNCH_RULES
@@ -17,7 +18,7 @@ from configs.shape import ModelShape
 
 __all__ = ["Finding", "check"]
 
-_RULES = (*INPUT_RULES, *TRAINING_RULES, *LAYOUT_RULES, *LAUNCH_RULES)
+_RULES = (*INPUT_RULES, *ADDRESS_RULES, *TRAINING_RULES, *LAYOUT_RULES, *LAUNCH_RULES)
 
 
 def check(spec: RunSpec, shape: ModelShape | None = None) -> list[Finding]:

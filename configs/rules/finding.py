@@ -18,6 +18,8 @@ class Finding:
     nearest: str | None = None
     is_warning: bool = False
     """The run may start all the same."""
+    is_hidden: bool = False
+    """What the file says there may hold a secret: it is not shown."""
 
     def touches(self, fields: set[str]) -> bool:
         """One of its fields, or a table one lies in, is in ``fields``."""
@@ -28,9 +30,11 @@ class Finding:
         )
 
 
-def refused(*fields: str, because: str, allowed: str | None = None) -> Finding:
+def refused(
+    *fields: str, because: str, allowed: str | None = None, is_hidden: bool = False
+) -> Finding:
     """A combination that no run can have."""
-    return Finding(fields=fields, message=because, allowed=allowed)
+    return Finding(fields=fields, message=because, allowed=allowed, is_hidden=is_hidden)
 
 
 def warned(*fields: str, because: str) -> Finding:

@@ -127,32 +127,10 @@ def _evaluation(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             )
 
 
-def _addresses(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
-    urls = {
-        "reward.url": spec.reward.url,
-        "reward.code.url": spec.reward.code and spec.reward.code.url,
-        "reward.judge.url": spec.reward.judge and spec.reward.judge.url,
-    }
-    for field, url in urls.items():
-        if url is not None and not url.startswith(("http://", "https://")):
-            yield refused(field, because="not an address", allowed='"http://host:port/..."')
-    for url in spec.teacher.url if spec.teacher else ():
-        if not url.startswith(("http://", "https://")):
-            yield refused(
-                "teacher.url", because=f"not an address: {url}", allowed='"http://host:port"'
-            )
-    upload = spec.checkpoint.upload
-    if upload is not None and not (upload.startswith("s3://") and len(upload) > len("s3://")):
-        yield refused(
-            "checkpoint.upload", because="not an object store", allowed='"s3://bucket/prefix"'
-        )
-
-
 INPUT_RULES: tuple[Rule, ...] = (
     _one_source,
     _recipe_model,
     _verifier,
     _judge,
     _evaluation,
-    _addresses,
 )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from configs.address import without_login
 from runtime.errors import ConfigError, StoreError
 
 SCHEME = "s3://"
@@ -78,8 +79,11 @@ class Bucket:
             ConfigError: if that is no such URL.
         """
         name, prefix = _parts(url)
-        if not url.startswith(SCHEME) or not name:
-            raise ConfigError(f"{url!r} is no object store: expected s3://bucket/prefix")
+        if not url.startswith(SCHEME) or not name or "@" in name:
+            raise ConfigError(
+                f"{without_login(url)!r} is no object store: expected s3://bucket/prefix; "
+                f"credentials come from the environment (AWS_...)"
+            )
         return cls(name, f"{prefix}/" if prefix else "", part_bytes=part_bytes)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from runtime.errors import (
     GenerationTimeout,
     OverloadError,
     RunError,
+    ServingError,
     TransportError,
     UnavailableError,
 )
@@ -61,6 +62,14 @@ _ROUTER_CODES: dict[tuple[int, str], type[RunError]] = {
 _ORDINARY_ABORTS = ("Aborted", "Abort in waiting queue")
 """Aborts that we, or a pause, asked for: partial output, no error."""
 
+_PASSING: dict[int, type[ServingError]] = {
+    429: OverloadError,
+    502: UnavailableError,
+    503: UnavailableError,
+    504: UnavailableError,
+}
+"""What a gateway says, in words of its own, while the server behind it is away."""
+
 
 def classify(
     status: int,
@@ -94,6 +103,35 @@ def classify(
         return known(f"engine answered {status}: {text_of(body)}", **detail)
     return ContractViolation(
         f"engine answered {status}, which no retry can mend: {text_of(body)}", **detail
+    )
+
+
+def classify_foreign(status: int, body: object, *, call: Call = "generate") -> RunError | None:
+    """Read one answer of a server that may be somebody else's, behind a gateway nobody told us of.
+
+    As ``classify``, but 429, 502, 503 and 504 pass whatever their body says: for calls that change
+    nothing there, so that asking again costs a try and no more.
+    """
+    failure = classify(status, body, call=call)
+    if failure is None or isinstance(failure, ServingError) or status not in _PASSING:
+        return failure
+    text = text_of(body)
+    return _PASSING[status](f"server answered {status}: {text}", status=status, body=text)
+
+
+def finish_foreign(reason: Mapping[str, object]) -> RunError | None:
+    """Read the finish reason of a call that asked for one token and aborted nothing.
+
+    Any abort without a status, or with one that passes, is the server's own: UnavailableError.
+    """
+    failure = classify(200, None, reason)
+    if reason.get("type") != "abort" or isinstance(failure, ServingError):
+        return failure
+    if reason.get("status_code") not in (None, *_PASSING):
+        return failure
+    return UnavailableError(
+        f"the server aborted a request that nobody aborted: {dict(reason)}",
+        finish_reason=dict(reason),
     )
 
 

@@ -61,7 +61,7 @@ class Connection:
 
         Raises:
             TransportError: if the connection is refused, reset or lost; the request may have run.
-            ContractViolation: if the body claims to be JSON and is not.
+            ContractViolation: if the body of a 200 claims to be JSON and is not.
         """
         try:
             async with self._open().request(method, self._url + path, data=raw) as response:
@@ -76,6 +76,10 @@ class Connection:
             try:
                 return response.status, orjson.loads(content)
             except orjson.JSONDecodeError as error:
+                # A gateway's error may carry the type of what it stands in front of: the status
+                # says more than the body.
+                if response.status != 200:
+                    return response.status, content.decode(errors="replace")
                 raise ContractViolation(f"{path} answered broken JSON", url=self._url) from error
         return response.status, content.decode(errors="replace")
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, cast
 
-from runtime.engines.answers import classify
+from runtime.engines.answers import classify, classify_foreign
 from runtime.engines.connection import Connection
 from runtime.engines.keepalive import check_keepalive_order
 from runtime.engines.protocol import EngineInfo
@@ -68,9 +68,10 @@ async def server_facts(http: Connection, *, limit_s: float) -> ServerFacts:
     """What a server says about its model when asked once; nothing is tried out on it.
 
     Raises:
-        RunError: if it does not answer.
+        WaitTimeout, ServingError: if it does not answer, or a gateway does in its place.
+        EngineRefused, ContractViolation: if the answer is not of SGLang's contract.
     """
-    asks = _Asks(http, limit_s)
+    asks = _Asks(http, limit_s, is_foreign=True)
     server, ours = await asks.get("/server_info"), await asks.facts()
     vocab_size = ours.get("vocab_size") or server.get("vocab_size")
     context = ours.get("context_length") or server.get("context_length")
@@ -85,9 +86,10 @@ async def server_facts(http: Connection, *, limit_s: float) -> ServerFacts:
 class _Asks:
     """Calls that are expected to succeed."""
 
-    def __init__(self, http: Connection, limit_s: float) -> None:
+    def __init__(self, http: Connection, limit_s: float, *, is_foreign: bool = False) -> None:
         self._http = http
         self._limit_s = limit_s
+        self._classify = classify_foreign if is_foreign else classify
 
     async def get(self, path: str) -> Mapping[str, Any]:
         return self._fields(path, *await self._call("GET", path, None))
@@ -115,7 +117,7 @@ class _Asks:
         return await self._http.call(method, path, body, self._limit_s, "readiness")
 
     def _fields(self, path: str, status: int, answer: object) -> Mapping[str, Any]:
-        failure = classify(status, answer, call="control")
+        failure = self._classify(status, answer, call="control")
         if failure is not None:
             raise type(failure)(f"{path}: {failure.message}", **failure.detail)
         if not isinstance(answer, dict):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from runtime.data.teacher import TeacherScores
-from runtime.engines.answers import classify
+from runtime.engines.answers import finish_foreign
 from runtime.errors import ContractViolation
 
 
@@ -81,7 +81,7 @@ def read_scores(answer: object, request: ScoreRequest, *, vocab_size: int) -> Te
         vocab_size: the student's; the teacher's ids must lie within it.
 
     Raises:
-        RunError: of the class its finish reason stands for (see ``answers.classify``).
+        RunError: of the class its finish reason stands for (see ``answers.finish_foreign``).
         ContractViolation: if tokens, counts or values are not what was asked for.
     """
     try:
@@ -122,11 +122,8 @@ def read_text_scores(answer: object) -> TextScores:
 def _meta(answer: object) -> Mapping[str, Any]:
     meta: Mapping[str, Any] = cast(Mapping[str, Any], answer)["meta_info"]
     finish: Mapping[str, Any] = meta["finish_reason"]
-    failure = classify(200, None, finish)
-    if failure is not None:
+    if (failure := finish_foreign(finish)) is not None:
         raise failure
-    if finish["type"] == "abort":
-        raise ContractViolation("the teacher's server aborted a request that nobody aborted")
     return meta
 
 

@@ -12,7 +12,7 @@ from typing import Self
 import orjson
 
 from runtime.data.teacher import TeacherScores
-from runtime.engines.answers import classify
+from runtime.engines.answers import classify_foreign
 from runtime.engines.connection import Connection
 from runtime.engines.probe import server_facts
 from runtime.engines.scoring import (
@@ -73,7 +73,7 @@ class HttpScoringClient:
 
         Raises:
             GenerationTimeout: if no whole answer came in time.
-            TransportError, OverloadError, UnavailableError: see ``answers.classify``.
+            TransportError, OverloadError, UnavailableError: see ``answers.classify_foreign``.
             ContractViolation: for anything else, an answer to another question among them.
         """
         for token in (*request.prompt_ids, *request.token_ids):
@@ -90,7 +90,7 @@ class HttpScoringClient:
         return read_text_scores(await self._ask(text_body(rid, text), rid, deadline_s))
 
     async def server_facts(self) -> ServerFacts:
-        """What the server says about its model; nothing is tried out on it."""
+        """What the server says about its model; see ``probe.server_facts``."""
         return await server_facts(self._http, limit_s=_FACTS_S)
 
     async def _ask(self, body: Mapping[str, object], rid: str, deadline_s: float) -> object:
@@ -101,6 +101,6 @@ class HttpScoringClient:
             raise GenerationTimeout(
                 f"no answer to {rid} within {deadline_s:g} s", rid=rid, url=self._url
             ) from error
-        if (failure := classify(status, answer)) is not None:
+        if (failure := classify_foreign(status, answer)) is not None:
             raise failure
         return answer

@@ -13,6 +13,7 @@ from typing import Any, cast
 import httpx
 from pydantic import SecretStr
 
+from configs.address import why_no_address
 from configs.names import read_variable
 from runtime.errors import ConfigError, CredentialsRefused, LaunchRefused, ServiceUnavailable
 from runtime.launch.backend import Submitted
@@ -236,10 +237,12 @@ def ray_backend(
         ConfigError: if no address is known.
     """
     address = cluster or read_variable("RAY_ADDRESS", environ)
-    if not address or not address.startswith(("http://", "https://")):
+    why = why_no_address(address, is_base=True) if address else "no address"
+    if not address or why is not None:
         raise ConfigError(
-            f"launch.cluster = {address!r}: a Ray cluster is named by the URL of its job server "
-            "(http://host:8265), there or in MILEPOST_RAY_ADDRESS"
+            f"launch.cluster: {why}; a Ray cluster is named by the URL of its job server "
+            "(http://host:8265), there or in MILEPOST_RAY_ADDRESS; its token comes from "
+            "RAY_AUTH_TOKEN"
         )
     return RayJobs(address, token=ray_token(environ), checkout=checkout)
 

@@ -31,8 +31,9 @@ class Flight:
     """
 
     __slots__ = (
-        "admitted_s", "attempt", "calls", "failure", "is_generated", "key", "num_stale",
-        "oldest", "order", "prompt", "reason", "reserved", "route", "scope", "under_way",
+        "admitted_s", "attempt", "calls", "failure", "is_generated", "is_with_teacher", "key",
+        "num_stale", "oldest", "order", "prompt", "reason", "reserved", "route", "scope",
+        "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -64,8 +65,11 @@ class Flight:
         """Requests sent."""
         self.under_way = 0
         """Those of them that have not ended; none once the attempt was joined."""
+        self.is_with_teacher = False
+        """All samples are there, and a served teacher is asked about them; within the deadline."""
         self.is_generated = False
-        """All samples are there; what remains is the verifiers', who have limits of their own."""
+        """All samples are there, with their scores where a teacher is served; what remains is the
+        verifiers', who have limits of their own."""
 
     def cancel(self, reason: str) -> None:
         """End the attempt for a reason that is no failure of it; it is joined, then requeued."""
@@ -94,16 +98,23 @@ class Flight:
     def check_deadline(self, open_s: float, settings: ProducerSettings) -> None:
         """Fail it if its deadline has passed, in open-gate time.
 
-        The limit in force covers the way to the first request, then generation to its end.
+        The limit in force covers the way to the first request, then generation to its end and
+        the scores of a served teacher. The message says which of them it was.
         """
         limit = settings.waiting_deadline_s + (settings.running_deadline_s if self.calls else 0.0)
         if self.is_generated or open_s - self.admitted_s <= limit:
             return
-        stage = "was not finished" if self.calls else "had sent no request"
+        if self.is_with_teacher:
+            stage, found = "teacher", "was generated and still waited for the teacher's scores"
+        elif self.calls:
+            stage, found = "generation", "was not generated to its end"
+        else:
+            stage, found = "admission", "had sent no request"
         self.fail(
             GenerationTimeout(
-                f"group {self.prompt.id} {stage} after {limit:g} s with the gate open",
+                f"group {self.prompt.id} {found} after {limit:g} s with the gate open",
                 prompt=str(self.prompt.id),
+                stage=stage,
                 deadline_s=limit,
             )
         )
@@ -146,6 +157,7 @@ async def make_group(
         await faults.plan.pause("group.generated")
     _validate(samples, flight, settings)
     if teacher is not None:
+        flight.is_with_teacher = True
         scores = await teacher.score(flight.prompt, samples)
         samples = [replace(s, teacher=t) for s, t in zip(samples, scores, strict=True)]
     flight.is_generated = True

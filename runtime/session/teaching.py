@@ -7,10 +7,11 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import anyio
-import numpy as np
 
 from configs.run import RunSpec
 from configs.teacher import Teacher
@@ -140,13 +141,24 @@ async def check_servers(
     for client in clients:
         found = await _check_server(client, student, limit_s)
         first = first or found
-        mine, theirs = (np.array([p for text in x for p in text.logprobs]) for x in (first, found))
-        gap = float(np.abs(mine - theirs).mean()) if len(mine) else 0.0
+        gap = _gap(first, found)
         if not gap <= _SAME_MODEL:
             raise ConfigError(
                 f"teacher.url: {clients[0].url} and {client.url} are not the same model: their "
                 f"log-probs of one text differ by {gap:.2f} on the mean"
             )
+
+
+def _gap(mine: Sequence[TextScores], theirs: Sequence[TextScores]) -> float:
+    """Mean gap of the log-probs of the same texts, over the tokens that both sides have one of.
+
+    The first token of a text has none where no begin token stands in front of it.
+    """
+    gaps: list[float] = []
+    for one, other in zip(mine, theirs, strict=True):
+        backwards = zip(reversed(one.logprobs), reversed(other.logprobs), strict=False)
+        gaps += [abs(a - b) for a, b in backwards]
+    return fmean(gaps) if gaps else 0.0
 
 
 async def _check_server(
@@ -187,9 +199,10 @@ async def _compare(client: HttpScoringClient, student: Student, limit_s: float) 
             f"response and one more need {needed}",
             url=client.url,
         )
-    room = (facts.context_length or needed) - 1
+    # Cut by the student's need, not by a server's context: servers are compared piece by piece.
+    cut = (pieces(whole, student.encode, student.longest) for whole in student.texts)
     read: list[TextScores] = []
-    for text in (p for whole in student.texts for p in pieces(whole, student.encode, room)):
+    for text in chain.from_iterable(cut):
         rid = f"teacher-check-{uuid.uuid4().hex}"
         scores = await client.score_text(text, rid=rid, deadline_s=limit_s)
         _require_same_reading(client.url, text, scores.token_ids, student)

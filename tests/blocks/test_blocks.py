@@ -199,6 +199,27 @@ def test_ray_says_its_auth_mode_either_way() -> None:
         RayCluster(address="ray://h:10001")
 
 
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        (RayCluster, "address"),
+        (Tracking, "base_url"),
+        (ObjectStore, "endpoint_url"),
+        (BeakerAccount, "agent_address"),
+        (ImageRegistry, "host"),
+    ],
+)
+@pytest.mark.parametrize("place", ["http://u:{}@h", "u:{}@h", "http://u:{}#@h"])
+def test_a_login_in_an_address_is_refused_and_not_shown(
+    block: type, field: str, place: str
+) -> None:
+    needed = {"bucket": "b"} if block is ObjectStore else {}
+    needed |= {"token": "t"} if block is BeakerAccount else {}
+    with pytest.raises(ValidationError, match="login has fields of its own") as caught:
+        block(**needed, **{field: place.format(SECRET)})
+    assert SECRET not in str(caught.value)
+
+
 class JobServer(BaseHTTPRequestHandler):
     """Answers the version question as Ray's job server does, and keeps what it was sent."""
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.engines.answers import classify, message_of, text_of
+from runtime.engines.answers import classify, classify_foreign, finish_foreign, message_of, text_of
 from runtime.errors import (
     ContractViolation,
     EngineRefused,
@@ -218,3 +218,27 @@ def test_no_unknown_503_is_retried_and_texts_are_bounded(body: object):
     found = classify(503, body)
     assert not isinstance(found, ServingError)
     assert len(text_of(body)) <= 500
+
+
+PASSING = {429: OverloadError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError}
+
+
+@given(
+    status=st.integers(201, 599) | st.sampled_from(sorted(PASSING)),
+    body=json_values | st.sampled_from([body for _, body, _ in GENERATE]),
+    call=st.sampled_from(["generate", "control"]),
+)
+def test_of_a_foreign_server_only_what_a_gateway_says_is_read_otherwise(status, body, call):
+    ours, found = (type(read(status, body, call=call)) for read in (classify, classify_foreign))
+    wants = PASSING.get(status, ours)
+    assert found is (ours if issubclass(ours, ServingError) else wants)
+
+
+@pytest.mark.parametrize(("reason", "expected"), FINISHES)
+def test_a_foreign_servers_abort_passes_unless_it_says_that_we_are_wrong(reason, expected):
+    found = finish_foreign(reason)
+    if reason.get("type") != "abort" or (expected and issubclass(expected, ServingError)):
+        assert type(found) is (expected or type(None))
+    else:
+        is_ours = reason.get("status_code") == 400
+        assert type(found) is (ContractViolation if is_ours else UnavailableError)

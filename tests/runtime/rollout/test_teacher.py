@@ -174,6 +174,55 @@ async def test_a_group_without_its_scores_goes_back_and_counts_as_unavailable(wo
     assert len(world.rewards.judged) == 4, "nobody judged what had no scores"
 
 
+class Asleep:
+    """Does not answer the first question, and says that it was asked."""
+
+    def __init__(self) -> None:
+        self.scored: list[PromptId] = []
+
+    async def score(self, prompt, samples):
+        self.scored.append(prompt.id)
+        if len(self.scored) == 1:
+            await anyio.sleep_forever()
+        return [TeacherScores.of_sampled([-2.0] * len(s.token_ids)) for s in samples]
+
+
+async def test_a_deadline_that_passes_at_the_teacher_says_so(world_class):
+    teacher = Asleep()
+    world = world_class(
+        num_prompts=2, teacher=teacher, waiting_deadline_s=10, running_deadline_s=20, hold_off_s=1
+    )
+    async with world.running():
+        await world.time.run_for(29)
+        assert world.errors.values()["errors/timeout_groups"] == 0
+        await world.time.run_for(2)
+        assert world.errors.values()["errors/timeout_groups"] == 1
+        collection = await world.take(0)
+    assert sorted(g.attempt for g in collection.groups) == [1, 2]
+    (row,) = [row for row in world.rows if row["kind"] == "failure"]
+    assert "waited for the teacher's scores after 30 s" in str(row)
+    assert "'stage': 'teacher'" in str(row)
+
+
+@pytest.mark.parametrize("with_teacher", [True, False])
+async def test_a_deadline_that_passes_at_an_engine_says_so(
+    world_class, outcome_class, with_teacher
+):
+    world = world_class(
+        num_prompts=1,
+        groups_per_collection=1,
+        teacher=Asleep() if with_teacher else None,
+        waiting_deadline_s=10,
+        running_deadline_s=20,
+    )
+    world.behave = lambda request: outcome_class(seconds=1e6)
+    async with world.running():
+        await world.time.run_for(31)
+    (row,) = [row for row in world.rows if row["kind"] == "failure"]
+    assert "was not generated to its end after 30 s" in str(row)
+    assert "'stage': 'generation'" in str(row)
+
+
 async def test_scores_that_cannot_be_trusted_end_the_run(world_class):
     world = world_class(num_prompts=4, teacher=Moody(ContractViolation("other tokens")))
     with pytest.raises(ExceptionGroup) as raised:

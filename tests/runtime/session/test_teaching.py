@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import ClientSession, web
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.teacher import Teacher
@@ -20,12 +24,22 @@ from runtime.data.samples import Prompt, PromptId, Sample, Span
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
 from runtime.engines.scoring_client import HttpScoringClient
-from runtime.errors import ConfigError, ServiceUnavailable
+from runtime.errors import ConfigError, ContractViolation, ServiceUnavailable
 from runtime.policy import PolicyId
+from runtime.rollout.teacher import ServedTeacher
 from runtime.session.teaching import PROBE, Student, check_servers, open_teacher, pieces, token_of
 from tests.contracts.tiny_models import SHAPE, VOCAB, byte_tokenizer, save_model, tiny_qwen3
 
 pytestmark = pytest.mark.anyio
+
+PROMPT = Prompt(id=PromptId(0, 0), token_ids=(1, 2), text="", answer=None, verifier="none")
+SAMPLE = Sample(
+    token_ids=(3, 4),
+    logprobs=(-1.0, -1.0),
+    spans=(Span(0, 2, PolicyId(1, 0)),),
+    prefill=PolicyId(1, 0),
+    finish="length",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +74,37 @@ async def test_a_teacher_of_the_students_kind_is_taken(folder: Path):
     async with server(folder) as one, server(folder) as other:
         clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
         await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+async def test_servers_with_other_contexts_are_one_teacher(folder: Path):
+    async with (
+        server(folder, context_length=101) as one,
+        server(folder, context_length=1000) as other,
+    ):
+        clients = [HttpScoringClient(s.url, vocab_size=VOCAB) for s in (one, other)]
+        await check_servers(clients, student(folder), deadline_s=60)
+        for client in clients:
+            await client.close()
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+async def test_servers_with_and_without_a_begin_token_are_one_teacher(
+    folder: Path, tmp_path: Path, first: str
+):
+    begins = byte_tokenizer()
+    begins.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    begins.save(str(tmp_path / "tokenizer.json"))
+    wanted = student(tmp_path)
+    assert len(wanted.encode("ab", True)) == 1 + len(wanted.encode("ab", False))
+    async with server(tmp_path) as one, server(folder) as other:
+        urls = [one.url, other.url] if first == "with" else [other.url, one.url]
+        clients = [HttpScoringClient(url, vocab_size=VOCAB) for url in urls]
+        await check_servers(clients, wanted, deadline_s=60)
         for client in clients:
             await client.close()
 
@@ -123,6 +168,121 @@ async def test_what_is_no_engine_is_named_as_such(folder: Path):
         await runner.cleanup()
 
 
+class Gateway:
+    """Stands in front of a server and answers in its place while ``answers`` lasts.
+
+    Each is a status with a body, or a finish reason that replaces the server's own.
+    """
+
+    def __init__(self, behind: str, *, only: str = "") -> None:
+        self._behind = behind
+        self._only = only
+        self.answers: list[tuple[int, str, str] | dict[str, Any]] = []
+        self.num_asked = 0
+
+    async def pass_on(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        answer = None
+        if request.path.startswith(self._only):
+            self.num_asked += 1
+            answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, tuple):
+            status, kind, text = answer
+            return web.Response(status=status, text=text, content_type=kind)
+        async with (
+            ClientSession() as http,
+            http.request(request.method, self._behind + request.path, data=raw) as found,
+        ):
+            if found.content_type != "application/json":
+                return web.Response(status=found.status, text=await found.text())
+            body = await found.json()
+        if answer is not None:
+            body["meta_info"]["finish_reason"] = answer
+        return web.json_response(body, status=found.status)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[str]:
+        app = web.Application()
+        app.add_routes([web.route("*", "/{any:.*}", self.pass_on)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+HTML = "<html><body>upstream connect error</body></html>"
+ABORTS: list[dict[str, Any]] = [
+    {"type": "abort"},
+    {"type": "abort", "message": "Aborted"},
+    {"type": "abort", "message": "The server is restarting.", "status_code": 503},
+]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/milepost", "/generate"])
+async def test_a_gateway_without_its_server_is_waited_for_at_the_start(folder: Path, path: str):
+    async with server(folder) as one:
+        gateway = Gateway(one.url, only=path)
+        async with gateway.listening() as url:
+            gateway.answers = [(503, "text/html", HTML), (502, "application/json", "upstream")]
+            gateway.answers += ABORTS[:1] if path == "/generate" else [(504, "text/plain", "")]
+            await check(url, student(folder, texts=("reverse abc",)))
+            assert gateway.answers == []
+            assert gateway.num_asked >= 4
+
+
+async def test_a_gateway_whose_server_stays_away_is_a_service_that_may_come(folder: Path):
+    gateway = Gateway("http://127.0.0.1:1")
+    gateway.answers = [(503, "text/html", HTML)] * 100
+    async with gateway.listening() as url, HttpScoringClient(url, vocab_size=VOCAB) as client:
+        with pytest.raises(ServiceUnavailable, match="did not answer within 2 s"):
+            await check_servers([client], student(folder), deadline_s=2.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(status, "text/html", HTML) for status in (429, 502, 503, 504)] + ABORTS,
+    ids=str,
+)
+async def test_a_response_is_scored_though_a_gateway_answers_first(folder: Path, answer: Any):
+    async with server(folder) as one:
+        gateway = Gateway(one.url)
+        async with gateway.listening() as url, HttpScoringClient(url, vocab_size=VOCAB) as client:
+            pauses: list[float] = []
+
+            async def pause(seconds: float) -> None:
+                pauses.append(seconds)
+
+            teacher = ServedTeacher([client], top_k=0, deadline_s=60, concurrency=4, pause=pause)
+            gateway.answers = [answer]
+            (scores,) = await teacher.score(PROMPT, [SAMPLE])
+            assert len(scores.arrays(2)[0]) == 2
+            assert (len(pauses), gateway.num_asked) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (400, "text/html", HTML),
+        (500, "text/html", HTML),
+        {"type": "abort", "message": "too long", "status_code": 400},
+        {"type": "strange"},
+    ],
+    ids=str,
+)
+async def test_what_no_retry_can_mend_is_not_asked_for_again(folder: Path, answer: Any):
+    async with server(folder) as one:
+        gateway = Gateway(one.url)
+        async with gateway.listening() as url, HttpScoringClient(url, vocab_size=VOCAB) as client:
+            teacher = ServedTeacher([client], top_k=0, deadline_s=60, concurrency=4)
+            gateway.answers = [answer]
+            with pytest.raises(ContractViolation):
+                await teacher.score(PROMPT, [SAMPLE])
+            assert gateway.num_asked == 1
+
+
 async def test_nobody_there_is_a_service_that_may_come(folder: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listened on: connections are refused
@@ -151,18 +311,7 @@ async def test_a_session_opens_the_teacher_of_its_run_file(folder: Path, monkeyp
         )
         async with open_teacher(spec, prepared, vocab_size=VOCAB, prompt="hello") as opened:
             assert opened is not None
-            prompt = Prompt(
-                id=PromptId(0, 0), token_ids=(1, 2), text="", answer=None, verifier="none"
-            )
-            policy = PolicyId(1, 0)
-            sample = Sample(
-                token_ids=(3, 4),
-                logprobs=(-1.0, -1.0),
-                spans=(Span(0, 2, policy),),
-                prefill=policy,
-                finish="length",
-            )
-            (scores,) = await opened.score(prompt, [sample])
+            (scores,) = await opened.score(PROMPT, [SAMPLE])
             assert (scores.top_k, len(scores.arrays(2)[1])) == (3, 6)
     spec = SimpleNamespace(teacher=None)
     async with open_teacher(spec, prepared, vocab_size=VOCAB, prompt="") as nobody:
