@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from runtime.data.routed import RoutedExperts
-from runtime.data.teacher import TeacherScores
 from runtime.errors import ContractViolation
 from runtime.policy import PolicyId
+
+if TYPE_CHECKING:
+    # With numpy; whoever asks how a run stands loads this file, and no arrays.
+    from runtime.data.teacher import TeacherScores
 
 Finish = Literal["stop", "length"]
 _PROMPT_ID = re.compile(r"([0-9]+):([0-9]+)", re.ASCII)
