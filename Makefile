@@ -29,7 +29,7 @@ drill: $(STAMP)
 	$(BIN)/milepost drill --kills 100
 
 drill-short: $(STAMP)
-	$(BIN)/milepost drill --kills 4 --updates 12
+	$(BIN)/milepost drill --kills 4 --updates 12 --minutes 10
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.faults.mutants

@@ -15,6 +15,7 @@ from pathlib import Path
 from runtime.drill.catalogue import WEIGHTS, Blow, at_point, deck, draw
 from runtime.drill.checks import Measure, Verdict, examine, reached, redone, shared_folders
 from runtime.drill.dealing import PATIENCE_S, strike
+from runtime.drill.deck import ROUNDS, TRIES, Deck
 from runtime.drill.drilled import IDLE_S, DrilledRun
 from runtime.drill.job import LEASE_S, VARIANTS, Variant, make_ground, make_job
 from runtime.drill.observing import Observer
@@ -61,7 +62,7 @@ class Outcome:
     """By run; 0 is the undisturbed one."""
     updates_redone: int = 0
     unreached: int = 0
-    """Armed points that no process came by in time."""
+    """Blows that met nobody in time: most of them points that no process came by."""
 
     @property
     def problems(self) -> list[str]:
@@ -113,14 +114,15 @@ class Campaign:
     def run(self, kills: int, *, within_s: float = math.inf) -> Outcome:
         """Deal ``kills`` blows, or as many as fall in a time; every run is brought to its end.
 
-        A run that hangs is ended by force, kept, and counts as one that broke its promise.
+        A run that hangs is ended by force, kept, and counts as one that broke its promise. Blows
+        that meet nobody, try after try, are given up: they break nothing.
 
         Raises:
             WaitTimeout: if the undisturbed run hangs.
         """
         if "deterministic" in self._variants:
             self._measure = self._undisturbed()
-        cards = deck(self._dice, kills, self._names)
+        cards = Deck(deck(self._dice, kills, self._names))
         number = 0
         self._until = time.monotonic() + within_s
         while cards and time.monotonic() < self._until:
@@ -132,6 +134,9 @@ class Campaign:
             self._say(f"run {number} ({variant}) ended: {held}")
             if not verdict.problems:
                 shutil.rmtree(self._folder / str(number), ignore_errors=True)
+        if cards.left and not cards:
+            names = ", ".join(sorted({*cards.left}))
+            self._say(f"given up after {TRIES * ROUNDS} tries that met nobody: {names}")
         return self._outcome
 
     def _undisturbed(self) -> Measure:
@@ -146,7 +151,7 @@ class Campaign:
         self._say(f"undisturbed: {len(measure.states)} states to compare with")
         return measure
 
-    def _one_run(self, number: int, variant: Variant, left: list[str]) -> Verdict:
+    def _one_run(self, number: int, variant: Variant, left: Deck) -> Verdict:
         """One run from start to end; takes the cards of the blows it was dealt."""
         job = make_job(self._folder / str(number), self._made, variant, updates=self._updates)
         before = shared_folders()
@@ -168,7 +173,7 @@ class Campaign:
             )
         return verdict
 
-    def _through_blows(self, run: DrilledRun, number: int, left: list[str]) -> None:
+    def _through_blows(self, run: DrilledRun, number: int, left: Deck) -> None:
         """Deal a run its blows and bring it to its end.
 
         Raises:
@@ -190,7 +195,7 @@ class Campaign:
         run.until(run.observer.is_complete, f"run {number} to end")
 
     def _on_the_way(
-        self, run: DrilledRun, points: Sequence[str], left: list[str]
+        self, run: DrilledRun, points: Sequence[str], left: Deck
     ) -> list[tuple[Blow, float]]:
         """Let whoever comes by one of these points die there, if such a card is left."""
         if _CARD not in left or run.observer.is_complete():
@@ -198,31 +203,37 @@ class Campaign:
         blow = at_point(_CARD, self._dice.choice(points))
         fired_at = strike(run, blow, patience_s=IDLE_S)
         if fired_at is None:
+            self._missed(left, _CARD)
             return []
-        left.remove(_CARD)
+        left.landed(_CARD)
         return [(blow, fired_at)]
 
-    def _volley(self, run: DrilledRun, left: list[str]) -> list[tuple[Blow, float]]:
+    def _volley(self, run: DrilledRun, left: Deck) -> list[tuple[Blow, float]]:
         """Deal blows until one is waited for; takes their cards. Returns them with their times.
 
         A run must also stand a blow while it is still recovering from the one before.
         """
         volley: list[tuple[Blow, float]] = []
-        while left and not run.observer.is_complete():
-            blow = draw(self._dice, left[0])
+        while left and time.monotonic() < self._until and not run.observer.is_complete():
+            card = left.top
+            blow = draw(self._dice, card)
             is_soon = bool(volley)
-            if is_soon and left[0] == _CARD and self._dice.random() < _ON_THE_WAY:
+            if is_soon and card == _CARD and self._dice.random() < _ON_THE_WAY:
                 blow = at_point(_CARD, self._dice.choice(FIRST))
             run.wait(self._dice.uniform(0.0, _WITHIN_S) if is_soon else blow.wait_s)
             fired_at = strike(run, blow, patience_s=_SOON_S if is_soon else PATIENCE_S)
             if fired_at is None:
-                self._outcome.unreached += 1
+                self._missed(left, card)
                 continue
-            left.pop(0)
+            left.landed(card)
             volley.append((blow, fired_at))
             if self._dice.random() >= _AGAIN or len(volley) >= _VOLLEY:
                 break
         return volley
+
+    def _missed(self, left: Deck, card: str) -> None:
+        self._outcome.unreached += 1
+        left.missed(card)
 
     def _told(self, run: DrilledRun, number: int, volley: Sequence[tuple[Blow, float]]) -> None:
         """Wait until the run goes on, and note how it took each blow."""

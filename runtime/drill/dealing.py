@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 
+from configs.schedule import evaluation_due
 from runtime.drill.catalogue import Blow
 from runtime.drill.drilled import DrilledRun
 from runtime.drill.job import LEASE_S
 from runtime.drill.observing import Tail
 from runtime.drill.processes import listening, processes_of, role_of
+from runtime.drill.promises import has_succeeded
 from runtime.faults.plan import Kind
 from runtime.policy import PolicyId
 from runtime.rundir import enter, history
 from runtime.rundir.processes import kill_exactly
+from runtime.rundir.records import CommitRecord
 
 PATIENCE_S = 20.0
 _FREEZE = 1.7
 """Leases that a freeze lasts."""
-_WINDOW_S = 3.0
-"""Between a flow's claim of an attempt and its link: so far apart may two of them come."""
-_LATE_S = 5.0
-"""By which commits come late, so that an evaluation overtakes one."""
+_STORY_S = 120.0
+"""For each step of a story of several; the card met nobody when it takes longer."""
 _LATER_S = 2.0
-"""By which the evaluations after it come late, so that their commit stands before them."""
-_OVERTAKING_S = 60.0
+"""By which evaluations after a rewind come late, so that their commit stands before them."""
 
 
 def strike(run: DrilledRun, blow: Blow, *, patience_s: float = PATIENCE_S) -> float | None:
@@ -40,7 +39,7 @@ def strike(run: DrilledRun, blow: Blow, *, patience_s: float = PATIENCE_S) -> fl
         case "point":
             return _point(run, blow, patience_s)
         case "two flows":
-            return _two_flows(run, blow, patience_s)
+            return _two_flows(run, blow)
         case "rewind":
             return _rewind(run, blow)
 
@@ -81,7 +80,7 @@ def _point(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
     return fired[0].time if fired else None
 
 
-def _two_flows(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
+def _two_flows(run: DrilledRun, blow: Blow) -> float | None:
     """The run is lost, and two flows take it up: neither knows of the other at the point."""
     both = {run.attendant, run.attend_twice()}
     said = Tail(run.job.attended)
@@ -93,17 +92,27 @@ def _two_flows(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
         return both <= heard
 
     try:
-        _wait(run, have_said, patience_s, "the second flow")
+        _wait(run, have_said, _STORY_S, "the second flow")
         if not both <= heard:
             return None
-        fault = run.arm(blow.point, Kind.SLOW, times=blow.times, seconds=_WINDOW_S)
         heard.clear()
+        fault = run.arm(blow.point, Kind.HOLD, times=blow.times)
         if _signal(run, blow) is None:
             return None
-        _wait(run, have_said, patience_s, "two flows to take the run up")
-        fired = run.plan.fired(fault.id)
+
+        def have_come() -> bool:
+            """Whoever is to be held is, and whoever is not went past them."""
+            have_said()
+            fired = len(run.plan.fired(fault.id))
+            return fired == blow.times and len(both & heard) == len(both) - fired
+
+        _wait(run, have_come, _STORY_S, "two flows to come to the point")
+        have_both_come = have_come()
+        run.disarm()
+        _wait(run, have_said, _STORY_S, "two flows to take the run up")
         # One that came late found the other's attempt alive, and had nothing to claim.
-        return fired[0].time if have_said() and len(fired) == blow.times else None
+        is_so = have_both_come and have_said()
+        return run.plan.fired(fault.id)[0].time if is_so else None
     finally:
         run.disarm()
         run.attend_once()
@@ -111,9 +120,9 @@ def _two_flows(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
 
 def _rewind(run: DrilledRun, blow: Blow) -> float | None:
     """An update was evaluated, and the session dies before that update is committed."""
-    run.arm("commit.record", Kind.SLOW, times=1000, seconds=_LATE_S)
-    _wait(run, lambda: _overtaken(run), _OVERTAKING_S, "an evaluation ahead of its commit")
-    at = _signal(run, blow) if _overtaken(run) else None
+    hold = _Hold(run)
+    _wait(run, hold.is_overtaken, _STORY_S, "an evaluation ahead of its commit")
+    at = _signal(run, blow) if hold.is_overtaken() else None
     if at is None:
         run.disarm()
         return None
@@ -123,16 +132,54 @@ def _rewind(run: DrilledRun, blow: Blow) -> float | None:
     return at
 
 
+class _Hold:
+    """Holds the record of a commit for as long as an evaluation may overtake it."""
+
+    def __init__(self, run: DrilledRun) -> None:
+        self._run = run
+        self._spec = run.job.load().spec
+        self._fault = run.arm("commit.record", Kind.HOLD)
+
+    def is_overtaken(self) -> bool:
+        """The update whose record is held was evaluated; lets a record go that none waits for."""
+        fired = self._run.plan.fired(self._fault.id)
+        if not fired:
+            return False
+        update = _unrecorded(self._run)
+        is_held = enter.started(fired[0].pid) is not None
+        if not is_held or update is None or not self._may_be_overtaken(update):
+            self._fault = self._run.arm("commit.record", Kind.HOLD)
+            return False
+        return _overtaken(self._run)
+
+    def _may_be_overtaken(self, update: int) -> bool:
+        # The first one is there before anything is evaluated, the last one is waited for.
+        is_between = 0 < update < self._run.job.updates
+        return is_between and evaluation_due(self._spec, update)
+
+
+def _unrecorded(run: DrilledRun) -> int | None:
+    """The newest update of the present epoch whose commit is whole and has no record."""
+    records = run.observer.records
+    epoch = history.newest_epoch(records)
+    if epoch is None:
+        return None
+    recorded = {record.folder for record in records if isinstance(record, CommitRecord)}
+    there = run.job.root.checkpoints.glob(f"*-e{epoch.epoch}")
+    names = [folder.name for folder in there if f"checkpoints/{folder.name}" not in recorded]
+    return max((int(name.partition("-")[0]) for name in names), default=None)
+
+
 def _overtaken(run: DrilledRun) -> bool:
     """The present epoch has evaluated an update that it has not committed yet."""
     records = run.observer.records
     epoch, committed = history.newest_epoch(records), history.committed_update(records)
-    for folder in run.job.root.evaluations.glob("e*.u*"):
-        policy = PolicyId.parse(folder.name)
-        if epoch and policy.epoch == epoch.epoch and policy.update > committed:
-            results = (path.read_bytes() for path in folder.glob("*/tries/*/result.json"))
-            if any(json.loads(data).get("state") == "succeeded" for data in results):
-                return True
+    if epoch is None:
+        return False
+    for folder in run.job.root.evaluations.glob(f"e{epoch.epoch}.u*"):
+        is_ahead = PolicyId.parse(folder.name).update > committed
+        if is_ahead and any(map(has_succeeded, folder.glob("*/tries/*/result.json"))):
+            return True
     return False
 
 

@@ -104,11 +104,12 @@ def _unjoined(root: RunRoot) -> Iterator[str]:
 def _evaluated(root: RunRoot, update: int, name: str) -> Iterator[PolicyId]:
     """Policies with this update of which a try has succeeded."""
     for folder in root.evaluations.glob(f"e*.u{update}/{name}"):
-        if any(_has_succeeded(path) for path in folder.glob("tries/*/result.json")):
+        if any(has_succeeded(path) for path in folder.glob("tries/*/result.json")):
             yield PolicyId.parse(folder.parent.name)
 
 
-def _has_succeeded(result: Path) -> bool:
+def has_succeeded(result: Path) -> bool:
+    """A try of an evaluation has, by its ``result.json``."""
     return json.loads(result.read_bytes()).get("state") == "succeeded"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from runtime.errors import AttemptError, RunError, ServingError
 from runtime.evaluation.opening import Asker
-from runtime.evaluation.receipts import Result, TryError, skip, write_request
+from runtime.evaluation.receipts import Result, TryError, ask_once, skip
 from runtime.evaluation.shared import FrozenSet
 from runtime.evaluation.snapshots import receipts_of
 from runtime.policy import PolicyId
@@ -21,8 +21,7 @@ def ask_for_final(
     """Write the final requests of a policy, to be exported from its commit. Idempotent."""
     for name, frozen in sets.items():
         folder = root.evaluation(str(policy), name)
-        if not (folder / "request.json").exists():
-            write_request(folder, asker.request(frozen, policy, "final", mode="background"))
+        ask_once(folder, asker.request(frozen, policy, "final", mode="background"))
 
 
 def void_unstarted(root: RunRoot, records: tuple[Record, ...], *, time: float) -> list[str]:

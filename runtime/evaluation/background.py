@@ -21,7 +21,7 @@ from runtime.errors import StoreError
 from runtime.evaluation.asking import ask_for_final
 from runtime.evaluation.found import standing_result
 from runtime.evaluation.opening import Asker
-from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, skip, write_request
+from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, ask_once, skip
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet
 from runtime.evaluation.snapshots import receipts_of, release_snapshots, snapshot_of
@@ -82,8 +82,8 @@ class BackgroundEvaluator:
             return
         if kind == "cadence" and self.overflow == "skip" and self._num_unsettled() >= IN_FLIGHT:
             folder = self.root.evaluation(str(policy), name)
-            write_request(folder, self._request(name, policy, kind, None))
-            skip(folder, "busy", time=self.clock.time())
+            if ask_once(folder, self._request(name, policy, kind, None)):
+                skip(folder, "busy", time=self.clock.time())
             return
         taking = self._takings.get(policy)
         if taking is None:
@@ -107,7 +107,7 @@ class BackgroundEvaluator:
                     await self.evaluate(name, policy, kind="final")
                 else:
                     folder = self.root.evaluation(str(policy), name)
-                    write_request(folder, self._request(name, policy, "final", final_export))
+                    ask_once(folder, self._request(name, policy, "final", final_export))
             records = Chain(self.root).read()
             found = standing_result(self.root, records, update=policy.update, set_name=name)
             if found is None and frozen.asked.is_required("final"):
@@ -183,8 +183,9 @@ class BackgroundEvaluator:
         waiting, taking.waiting = taking.waiting, []
         for name, kind in waiting:
             folder = self.root.evaluation(str(policy), name)
-            write_request(folder, self._request(name, policy, kind, snapshot))
-            if taking.problem is not None:
+            # A person may have asked meanwhile, without a snapshot: theirs goes on without ours.
+            is_ours = ask_once(folder, self._request(name, policy, kind, snapshot))
+            if is_ours and taking.problem is not None:
                 skip(folder, "export_failed", time=self.clock.time())
                 self.lifecycle.record(
                     Event.EVALUATION_FAILED,

@@ -12,7 +12,7 @@ from runtime.data.frozen import open_frozen
 from runtime.errors import ConfigError
 from runtime.evaluation.found import standing_result
 from runtime.evaluation.opening import Asker, frozen_set
-from runtime.evaluation.receipts import write_request
+from runtime.evaluation.receipts import ask_once
 from runtime.evaluation.snapshots import receipts_of
 from runtime.policy import PolicyId
 from runtime.rundir import history
@@ -100,7 +100,7 @@ def _request(
     asker = Asker(run=spec.name, attempt=epoch.attempt, epoch=epoch.epoch, clock=clock)
     folder = root.evaluation(str(policy), name)
     # Without a snapshot: an export of that policy is looked for, else made from its commit.
-    write_request(folder, asker.request(frozen, policy, "cadence", mode="background"))
+    ask_once(folder, asker.request(frozen, policy, "cadence", mode="background"))
     return folder
 
 

@@ -200,6 +200,19 @@ def write_request(folder: Path, request: Request) -> Request:
     return standing
 
 
+def ask_once(folder: Path, request: Request) -> bool:
+    """Ask for an evaluation, unless anybody has asked for that set at that policy before.
+
+    A person and the session may ask at the same moment, for different reasons: whoever is first
+    has asked for both. Idempotent.
+
+    Returns:
+        Whether this request is the one that stands; its asker alone may say that it came to
+        nothing.
+    """
+    return _create(folder / "request.json", request) is request
+
+
 def claim_try(
     folder: Path, *, by: str, time: float, number: int | None = None
 ) -> tuple[int, Submission] | None:

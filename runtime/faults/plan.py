@@ -26,6 +26,7 @@ VARIABLE = "MILEPOST_FAULT_PLAN"
 _PLAN = "plan.json"
 _FIRED = "fired.jsonl"
 _FOREVER_S = 86400.0
+_LOOK_S = 0.02
 
 
 class Kind(StrEnum):
@@ -37,6 +38,8 @@ class Kind(StrEnum):
     """It stays there for ``seconds``, by default for good."""
     SLOW = "slow"
     """It stays there for ``seconds`` and goes on."""
+    HOLD = "hold"
+    """It stays there for as long as this fault is in the plan, and ``seconds`` at most."""
     DROP = "drop"
     """A message is lost there: the point's own code says which."""
     DUPLICATE = "duplicate"
@@ -64,7 +67,7 @@ class Fault(BaseModel):
     times: int = Field(default=1, ge=1)
     """How often it fires at most, all processes together."""
     seconds: float | None = None
-    """Of a hang, a slow passage or a jump."""
+    """Of a hang, a slow passage or a jump; at most, of what is held."""
 
 
 class Fired(BaseModel):
@@ -142,17 +145,27 @@ class FaultPlan:
         if fault.kind in (Kind.HANG, Kind.SLOW):
             time.sleep(_stay_s(fault))
             return None
+        if fault.kind is Kind.HOLD:
+            until = time.monotonic() + _stay_s(fault)
+            while self._stands(fault) and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+            return None
         return self._act(fault, path)
 
     async def pause(self, point: str) -> Kind | None:
-        """As ``reach``, at an await: what hangs or is slow is this task, not the event loop."""
+        """As ``reach``, at an await: what stays is this task, not the event loop."""
         fault = self._due(point)
         if fault is None:
             return None
-        if fault.kind in (Kind.HANG, Kind.SLOW):
+        if fault.kind in (Kind.HANG, Kind.SLOW, Kind.HOLD):
             import anyio  # the guard has no use for it
 
-            await anyio.sleep(_stay_s(fault))
+            if fault.kind is not Kind.HOLD:
+                await anyio.sleep(_stay_s(fault))
+                return None
+            with anyio.move_on_after(_stay_s(fault)):
+                while self._stands(fault):  # noqa: ASYNC110 - another process changes the file
+                    await anyio.sleep(_LOOK_S)
             return None
         return self._act(fault, None)
 
@@ -177,6 +190,10 @@ class FaultPlan:
                 if passages >= fault.after and self._take(fault, point):
                     return fault
         return None
+
+    def _stands(self, fault: Fault) -> bool:
+        with self._lock:
+            return fault in self._current()
 
     def _current(self) -> tuple[Fault, ...]:
         try:
@@ -252,7 +269,7 @@ def from_environment() -> FaultPlan | None:
 def _stay_s(fault: Fault) -> float:
     if fault.seconds is not None:
         return fault.seconds
-    return _FOREVER_S if fault.kind is Kind.HANG else 1.0
+    return 1.0 if fault.kind is Kind.SLOW else _FOREVER_S
 
 
 def _die() -> None:

@@ -91,7 +91,11 @@ class KubeRayLaunch:
         except ServiceUnavailable as error:
             status, lost = 409, error  # it may have been taken all the same
         if status == 404:
-            raise LaunchRefused("this Kubernetes knows no RayJobs: is the KubeRay operator there?")
+            # One answer for both: of a kind it does not know, and in a namespace that is not there.
+            raise LaunchRefused(
+                f"this Kubernetes takes no RayJob in namespace {self._namespace}: either the "
+                "namespace is not there, or the KubeRay operator is not"
+            )
         if status != 409:
             return Submitted(job=key)
         status, found = self._call("get", name=key)

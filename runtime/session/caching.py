@@ -25,6 +25,7 @@ from runtime.rundir.receipts import Receipt, write_receipt
 from runtime.session.context import Context
 from runtime.session.node_caches import CacheOrder, GroupCaches, NodeCache, once
 from runtime.session.nodes import Nodes
+from runtime.session.scratch import CACHES_VARIABLE
 from runtime.session.steps import StepKind
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
@@ -61,7 +62,7 @@ class SessionCaches:
     @property
     def environment(self) -> dict[str, str]:
         """For every process of the session, before it is started."""
-        return publishing.environment(self.root)
+        return {CACHES_VARIABLE: str(self.root), **publishing.environment(self.root)}
 
     async def restore(self, model: Path, nodes: Nodes | None = None) -> None:
         """Bring in what was published for this model, layout and machine; else start cold.

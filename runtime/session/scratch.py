@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from runtime.errors import SessionLost
 
+CACHES_VARIABLE = "MILEPOST_CACHES"
+"""Names the folder of a session's caches, the same on each node, to all its processes."""
 _SOCKET_PATH_LIMIT = 107
 # What Ray puts behind its temp dir: /session_<date>_<time>_<micros>_<pid>/sockets/plasma_store
 _RAY_SUFFIX = 75
@@ -48,14 +52,24 @@ def private_folder(folder: Path) -> None:
     """Make a folder of this user alone, whose name others can guess. Idempotent.
 
     Raises:
-        SessionLost: if somebody else made it, or can look into it.
+        SessionLost: if somebody else made it, or can look into it, or its own folder is missing.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    try:
+        # What stands in its place, a file or a link to nowhere, is looked at below.
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except FileNotFoundError as error:
+        raise SessionLost(
+            f"{folder} has no place on {socket.gethostname()}: {folder.parent} is not there; make "
+            "it on every node, or set TMPDIR to what all of them have",
+            folder=str(folder),
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         # Whoever made it first would choose the token of our Ray, and what our compilers run.
         raise SessionLost(
-            f"{folder} is not a folder of this user alone; remove it or set TMPDIR",
+            f"{folder} on {socket.gethostname()} is not a folder of this user alone; remove it "
+            "or set TMPDIR",
             folder=str(folder),
         )
 

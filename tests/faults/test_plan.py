@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -115,6 +116,34 @@ async def test_what_is_slow_at_an_await_holds_up_its_own_task_alone(plan) -> Non
                 await anyio.sleep(0.001)
     assert scope.cancelled_caught
     assert others > 1
+
+
+def release_once_held(plan: FaultPlan) -> None:
+    while not plan.fired("f"):
+        time.sleep(0.005)
+    plan.arm([])
+
+
+def test_what_is_held_goes_on_once_its_fault_is_out_of_the_plan(plan) -> None:
+    plan.arm([fault("commit.record", Kind.HOLD)])
+    releasing = threading.Thread(target=release_once_held, args=(plan,))
+    releasing.start()
+    assert plan.reach("commit.record") is None  # would last a day
+    releasing.join()
+    assert [f.kind for f in plan.fired("f")] == [Kind.HOLD]
+
+
+@pytest.mark.anyio
+async def test_what_is_held_at_an_await_goes_on_for_another_fault_and_after_its_time(plan) -> None:
+    plan.arm([fault("session.train", Kind.HOLD)])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(plan.pause, "session.train")
+        while not plan.fired("f"):  # noqa: ASYNC110 - it is told in a file
+            await anyio.sleep(0.005)
+        plan.arm([fault("session.train", Kind.HOLD).model_copy(update={"id": "g"})])
+    plan.arm([fault("session.train", Kind.HOLD, seconds=0.01).model_copy(update={"id": "h"})])
+    await plan.pause("session.train")
+    assert [f.id for f in plan.fired()] == ["f", "h"]
 
 
 def test_names_of_files_say_what_they_are_for() -> None:

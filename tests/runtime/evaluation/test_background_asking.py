@@ -35,13 +35,15 @@ P4, P8 = PolicyId(1, 4), PolicyId(1, 8)
 
 
 class Weights:
-    """A trainer that is one tensor; writing it can fail, and says when it has begun."""
+    """A trainer that is one tensor; writing it can fail, and others act while it is written."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self.error: Exception | None = None
+        self.meanwhile: Callable[[], object] = lambda: None
 
     async def write_snapshot(self, folder: str) -> WrittenSnapshot:
+        self.meanwhile()
         if self.error is not None:
             raise self.error
         tensors = {"w": torch.full((4,), self.value)}
@@ -86,6 +88,14 @@ class Asking:
     async def ask(self, policy: PolicyId, kind: Any = "cadence") -> None:
         await self.evaluator.evaluate("held", policy, kind=kind)
         await self.evaluator.settle()
+
+    def by_hand(self, policy: PolicyId) -> bool:
+        """What a person's ``milepost evaluate`` writes, in a process of its own."""
+        evaluator = self.evaluator
+        request = evaluator.asker.request(
+            evaluator.sets["held"], policy, "cadence", mode="background"
+        )
+        return receipts.ask_once(self.root.evaluation(str(policy), "held"), request)
 
     def receipt(self, policy: PolicyId) -> EvaluationReceipt:
         found = receipts.derive(self.root.evaluation(str(policy), "held"), stands=True)
@@ -195,6 +205,56 @@ async def test_a_third_one_is_skipped_as_busy_where_that_is_asked(tmp_path: Path
         # The final one always waits for its turn.
         await asking.evaluator.final(PolicyId(1, 10), retries=0, backoff_s=0.0)
         assert asking.receipt(PolicyId(1, 10)).state == "requested"
+
+    await in_session(body)
+
+
+@pytest.mark.parametrize("moment", ["before", "snapshot", "no room", "after"])
+async def test_a_person_who_asks_at_the_end_as_well_is_in_nobodys_way(
+    tmp_path: Path, moment: str
+) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks)
+        asked: list[bool] = []
+
+        def by_hand() -> None:
+            asked.append(asking.by_hand(P8))
+
+        if moment == "before":
+            by_hand()
+        elif moment != "after":
+            asking.source.meanwhile = by_hand
+        if moment == "no room":
+            asking.source.error = DiskFull("no space")
+        await asking.evaluator.final(P8, retries=0, backoff_s=0.0)
+        if moment == "after":
+            by_hand()
+        is_theirs = moment != "after"
+        assert asked == [is_theirs]
+        receipt = asking.receipt(P8)
+        assert receipt.request.kind == ("cadence" if is_theirs else "final")
+        # Theirs needs no snapshot of ours: that there was no room for one is none of its business.
+        assert receipt.state == "requested"
+        assert asking.evaluator.outstanding == ["evaluation/8/held"]
+
+    await in_session(body)
+
+
+async def test_a_person_who_asks_while_a_busy_one_is_skipped_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks, overflow="skip")
+        for update in (2, 4):
+            await asking.ask(PolicyId(1, update))
+
+        def num_unsettled() -> int:
+            assert asking.by_hand(P8)
+            return 2
+
+        monkeypatch.setattr(BackgroundEvaluator, "_num_unsettled", lambda _: num_unsettled())
+        await asking.ask(P8)
+        assert asking.receipt(P8).state == "requested"
 
     await in_session(body)
 

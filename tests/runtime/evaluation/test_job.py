@@ -291,7 +291,7 @@ STAGES = [
 """Between them lie the items, whose kill is the test before's."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_try_that_is_killed_at_any_stage_is_followed_by_one_that_goes_on(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,24 @@ def test_a_request_of_the_session_is_the_one_that_counts(job: Job) -> None:
     assert receipt.request.kind == "final"
 
 
+def test_a_session_that_asks_between_our_look_and_our_request_is_the_one_that_counts(
+    job: Job,
+) -> None:
+    class Meanwhile(SystemClock):
+        """Read once all was looked at, for the time of our request."""
+
+        def time(self) -> float:
+            job.ask()
+            return super().time()
+
+    assert ask_by_hand(job.root, job.spec, update=None, names=[], clock=Meanwhile()) == [
+        job.evaluation
+    ]
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    assert receipt.request.kind == "final"
+
+
 def test_what_is_not_there_is_refused_with_what_is(job: Job) -> None:
     with pytest.raises(ConfigError, match=r"update 7 is left .* there are: 0"):
         ask(job, update=7)

@@ -23,6 +23,8 @@ class FakeKubernetes(FakeScheduler):
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, Any] = {}
+        self.is_unknown = False
+        """Neither the operator's kind nor the namespace: the API answers both with 404."""
 
     def config(self, path: Path, token: str = TOKEN) -> Path:
         """A kubeconfig with one context, ``c``."""
@@ -45,6 +47,9 @@ def _handler(state: FakeKubernetes) -> type[JsonHandler]:
         def do_POST(self) -> None:
             body = self.body()
             if not self._may_enter() or self.is_failing():
+                return
+            if state.is_unknown:
+                self.answer(404, {})
                 return
             asked = json.loads(body)
             name = asked["metadata"]["name"]

@@ -162,3 +162,12 @@ def test_an_api_that_is_away_can_be_asked_again(
     with pytest.raises(ServiceUnavailable, match="503"):
         submit_run(loaded, sender)
     assert submit_run(loaded, sender).attempt == 1
+
+
+def test_a_cluster_without_operator_or_namespace_is_refused_with_both_causes(
+    kubernetes: FakeKubernetes, loaded: LoadedRun
+) -> None:
+    kubernetes.is_unknown = True
+    with pytest.raises(LaunchRefused, match=f"namespace {NAMESPACE}: either .* the KubeRay"):
+        submit_run(loaded, Sender(backend=backend(), image=DIGEST))
+    assert kubernetes.objects == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import zipfile
@@ -27,7 +28,6 @@ from runtime.rundir.claims import read_claim
 from runtime.rundir.layout import RunRoot
 from tests.runtime.launch import fake_ray_jobs
 from tests.runtime.launch.fake_ray_jobs import TOKEN, FakeJobs
-from tests.runtime.launch.image.registries import free_port
 from tests.runtime.launch.submissions import PRESETS, submission
 
 
@@ -103,10 +103,13 @@ def test_a_lost_answer_does_not_submit_twice(
 def test_a_submitter_that_died_after_its_claim_is_followed_by_itself(
     jobs: FakeJobs, loaded: LoadedRun, checkout: Path, tmp_path: Path
 ) -> None:
-    away = RayJobs(f"http://127.0.0.1:{free_port()}", token=SecretStr(TOKEN), checkout=checkout)
     receipts = Receipts(tmp_path / "receipts")
-    with pytest.raises(ServiceUnavailable):
-        submit_run(loaded, Sender(backend=away, receipts=receipts))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listened on: connections are refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        away = RayJobs(url, token=SecretStr(TOKEN), checkout=checkout)
+        with pytest.raises(ServiceUnavailable):
+            submit_run(loaded, Sender(backend=away, receipts=receipts))
     root = RunRoot.of(loaded.spec.output.root)
     assert root.attempt(1).claim.exists()
     assert submit_run(loaded, sender(jobs, checkout, tmp_path)).attempt == 1

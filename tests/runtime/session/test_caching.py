@@ -7,6 +7,7 @@ import pytest
 
 from runtime.rundir.receipts import read_receipt
 from runtime.session.caching import SessionCaches
+from runtime.session.scratch import CACHES_VARIABLE
 from runtime.session.steps import Step
 from runtime.telemetry.recorder import Recorder
 from tests.runtime.session.attempted import context_of
@@ -47,6 +48,11 @@ class Node:
 
 def kept(folder: Path) -> str:
     return f"output.compiler_cache={json.dumps(str(folder))}"
+
+
+def test_every_process_is_told_of_the_folder_around_its_caches(tmp_path: Path) -> None:
+    node = Node(tmp_path, kept(tmp_path / "store"))
+    assert node.caches.environment[CACHES_VARIABLE] == str(node.folder)
 
 
 async def test_the_second_session_starts_warm_and_publishes_nothing(tmp_path: Path) -> None:

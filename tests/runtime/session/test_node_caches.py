@@ -25,7 +25,7 @@ from runtime.session.scratch import private_folder
 from runtime.telemetry.recorder import Recorder
 from tests.runtime.session.attempted import context_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(480)]
 
 
 def node(address: str) -> Node:

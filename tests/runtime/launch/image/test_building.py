@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -303,9 +304,11 @@ def test_a_local_copy_of_the_base_must_be_the_locked_one(
 
 
 def test_no_base_no_registry_no_repository(checkout: Path, registry: Registry) -> None:
-    closed = f"127.0.0.1:{registries.free_port()}"
-    with pytest.raises(ServiceUnavailable, match=closed):
-        build_image(f"{closed}/team/app", checkout=checkout)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listened on: connections are refused
+        closed = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ServiceUnavailable, match=closed):
+            build_image(f"{closed}/team/app", checkout=checkout)
     with pytest.raises(ConfigError, match="no image"):
         build_image("team/app", checkout=checkout)
     path = checkout / "configs" / "runtime.lock.json"
