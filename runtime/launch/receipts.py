@@ -15,9 +15,6 @@ from runtime.errors import StoreError
 from runtime.launch.submission import attempt_key
 from runtime.rundir import atomic
 from runtime.telemetry.events import Event
-from runtime.telemetry.log import get_logger
-
-_log = get_logger()
 
 FOLDER = "LAUNCH_RECEIPTS"
 """``MILEPOST_LAUNCH_RECEIPTS``: the folder, instead of the user's cache."""
@@ -111,7 +108,10 @@ class Receipts:
             if standing is not None and noted != standing:
                 self.write(noted)
         except (OSError, StoreError) as error:
-            _log.warning(Event.LAUNCH_UNNOTED, key=receipt.key, **told, error=str(error))
+            # Loaded here: it brings rich, which `status` has no need of.
+            from runtime.telemetry.log import get_logger
+
+            get_logger().warning(Event.LAUNCH_UNNOTED, key=receipt.key, **told, error=str(error))
             return _with_most(receipt, told)
         return noted
 
