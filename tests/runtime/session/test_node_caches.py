@@ -2,8 +2,7 @@
 
 import json
 import os
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -103,33 +102,6 @@ def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(SessionLost, match="not a folder of this user alone"):
         private_folder(tmp_path / "open")
-
-
-@pytest.fixture(scope="module")
-def ray_head() -> Iterator[None]:
-    import ray
-
-    before = dict(os.environ)
-    os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update(
-        RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0"
-    )
-    # Sockets have short names only, so not below pytest's own folder.
-    with tempfile.TemporaryDirectory(prefix="mp-ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=128 * 1024**2,
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
-        yield
-        ray.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

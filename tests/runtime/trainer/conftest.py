@@ -19,6 +19,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape with other weights."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def make_batch() -> Callable[..., TrainBatch]:
     def make(update: int, *, seed: int | None = None, **sizes: object) -> TrainBatch:

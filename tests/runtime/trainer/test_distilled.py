@@ -18,15 +18,6 @@ from tests.runtime.trainer.tiny import tiny_config
 MakeBatch = Callable[..., TrainBatch]
 
 
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder)
-    return folder
-
-
 def student(model: Path, teacher: Path, **loss: object) -> TorchTrainer:
     made = TorchTrainer(
         TrainerSettings(

@@ -10,7 +10,6 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from runtime.data.samples import Prompt, PromptId, Sample, Span
 from runtime.engines.embedded.server import Server
@@ -22,19 +21,10 @@ from runtime.rollout.teacher import ServedTeacher
 from runtime.trainer.protocol import Sequence, TrainBatch
 from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
-from tests.runtime.trainer.tiny import VOCAB, tiny_config
+from tests.runtime.trainer.tiny import VOCAB
 
 MakeBatch = Callable[..., TrainBatch]
 UPDATES = 6
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder)
-    return folder
 
 
 def student(model: Path, top_k: int, **teacher: object) -> TorchTrainer:
