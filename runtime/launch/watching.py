@@ -57,6 +57,9 @@ def decide(
     if auto_resume != "milepost":
         whose = "the scheduler's" if auto_resume == "scheduler" else "a person's"
         return Decision(what="over", why=f"{standing.kind}; going on is {whose} decision")
+    if any(not rank.kind.is_over for rank in standing.ranks):
+        # They have not heard yet, and one of them may own the run: the next would be turned away.
+        return Decision(what="wait", why=standing.reason or standing.raw)
     if is_deterministic:
         return Decision(what="over", why="the same failure twice without a commit between")
     fruitless = attempt - last_committing

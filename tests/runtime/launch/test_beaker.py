@@ -20,7 +20,7 @@ from runtime.errors import CredentialsRefused, LaunchRefused, ServiceUnavailable
 from runtime.launch.beaker import beaker_backend
 from runtime.launch.beaker_document import beaker_document
 from runtime.launch.receipts import Receipts
-from runtime.launch.standing import AttemptClass
+from runtime.launch.standing import AttemptClass, RankStanding, of_ranks
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
 from runtime.launch.watching import Watcher, decide
 from runtime.rundir.layout import RunRoot
@@ -261,6 +261,21 @@ def test_who_goes_on_after_what(
     standing = AttemptStanding(kind=kind, raw="x")
     decision = decide(standing, attempt=attempt, auto_resume=auto, last_committing=committing)
     assert decision.what == what
+
+
+@pytest.mark.parametrize("auto", ["milepost", "off"])
+def test_nobody_follows_while_a_replica_still_runs(auto: str) -> None:
+    """It may own the run for a while yet, and would turn its successor away."""
+    lost = RankStanding(rank=1, kind=AttemptClass.INTERRUPTED, raw="lost")
+    for kind in AttemptClass:
+        standing = of_ranks([RankStanding(rank=0, kind=kind, raw="x"), lost])
+        decision = decide(standing, attempt=1, auto_resume=auto, last_committing=1)
+        if not kind.is_over and auto == "milepost":
+            assert (standing.kind, decision.what) == (AttemptClass.INTERRUPTED, "wait")
+        elif kind is AttemptClass.INTERRUPTED and auto == "milepost":
+            assert decision.what == "again"
+        else:
+            assert decision.what != "wait"
 
 
 def test_back_off_grows_without_commits_and_starts_again_with_one() -> None:
