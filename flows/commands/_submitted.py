@@ -13,7 +13,7 @@ import typer
 
 from configs.load import LoadedRun
 from flows.commands._attached import quiet_prefect
-from flows.commands.run import say_error, say_standing
+from flows.commands.run import errors_said, say_standing
 from runtime.errors import RunError
 from runtime.launch.attempts import Launch
 from runtime.launch.driving import see_through
@@ -32,18 +32,13 @@ def follow_submitted(
 ) -> NoReturn:
     """Submit and follow, or with ``detach`` only submit; exits as ``status`` does."""
     root = RunRoot.of(loaded.spec.output.root)
-    try:
+    with errors_said(as_json=as_json, debug=debug):
         if detach:
             launched = submit_once(loaded, build)
             if not as_json:
                 typer.echo(f"{launched.how}: attempt {launched.attempt}  {launched.notice}")
         else:
             Submitted(loaded, build).follow()
-    except RunError as error:
-        if debug:
-            raise
-        say_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
     say_standing(root, str(loaded.path), as_json=as_json)
 
 

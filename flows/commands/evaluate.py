@@ -52,17 +52,11 @@ def evaluate(
     0: every result stands; 3: submitted, or waiting for its place; 1: refused, failed, or nothing
     takes submissions now, and the request waits; 2 wrong usage.
     """
-    from flows.commands.run import say_error
-    from runtime.errors import RunError
+    from flows.commands.run import errors_said
 
     place = find_or_exit(run, as_json=as_json)
-    try:
+    with errors_said(as_json=as_json, debug=debug):
         answers = _evaluate(place.root, update, only or [], wait)
-    except RunError as error:
-        if debug:
-            raise
-        say_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps({"evaluations": answers}))
     else:

@@ -35,17 +35,11 @@ def export(
     Runs here, on one rank, from the files alone; an export that stands and is whole is kept.
     0: it stands; 1: refused, or there was no room; 2 wrong usage.
     """
-    from flows.commands.run import say_error
-    from runtime.errors import RunError
+    from flows.commands.run import errors_said
 
     place = find_or_exit(run, as_json=as_json)
-    try:
+    with errors_said(as_json=as_json, debug=debug):
         answer = _export(place.root, update, upload)
-    except RunError as error:
-        if debug:
-            raise
-        say_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(answer))
     else:

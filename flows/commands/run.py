@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -53,20 +55,14 @@ def run(
 def follow(loaded: LoadedRun, detach: bool, as_json: bool, debug: bool) -> NoReturn:
     """Start or attach, follow unless detached, say how it stands, exit with that."""
     from flows.commands._attached import Attached
-    from runtime.errors import RunError
     from runtime.launch.start import start_run
     from runtime.rundir.layout import RunRoot
 
     if detach:
         launch = loaded.spec.launch.model_copy(update={"detached": True})
         loaded = replace(loaded, spec=loaded.spec.model_copy(update={"launch": launch}))
-    try:
+    with errors_said(as_json=as_json, debug=debug):
         started = start_run(loaded)
-    except RunError as error:
-        if debug:
-            raise
-        say_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
     root = RunRoot.of(loaded.spec.output.root)
     if not as_json:
         typer.echo(f"{started.how}: attempt {started.attempt} of {loaded.spec.name}, {root.path}")
@@ -77,6 +73,20 @@ def follow(loaded: LoadedRun, detach: bool, as_json: bool, debug: bool) -> NoRet
         if problem is not None:
             typer.echo(f"the Prefect flow: {problem}", err=True)
     say_standing(root, str(loaded.path), as_json=as_json)
+
+
+@contextmanager
+def errors_said(*, as_json: bool, debug: bool) -> Generator[None]:
+    """An error of ours in the block is said, and ends the command with 1; raised under --debug."""
+    from runtime.errors import RunError
+
+    try:
+        yield
+    except RunError as error:
+        if debug:
+            raise
+        say_error(error, as_json=as_json)
+        raise typer.Exit(1) from error
 
 
 def say_error(error: RunError, *, as_json: bool) -> None:

@@ -22,17 +22,11 @@ def upload(run: RunName, as_json: AsJson = False, debug: Debug = False) -> None:
     A session does so by itself; this is for the end of a run at which the store was away.
     0: the copy is whole; 1: refused, or the store did not take it; 2 wrong usage.
     """
-    from flows.commands.run import say_error
-    from runtime.errors import RunError
+    from flows.commands.run import errors_said
 
     place = find_or_exit(run, as_json=as_json)
-    try:
+    with errors_said(as_json=as_json, debug=debug):
         answer = _upload(place.root)
-    except RunError as error:
-        if debug:
-            raise
-        say_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(answer))
     else:

@@ -120,7 +120,7 @@ def own_address() -> str:
             probe.connect(("198.51.100.1", 9))
             return probe.getsockname()[0]
         except OSError:
-            pass
+            pass  # no route leads out: its interfaces are asked
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}

@@ -22,9 +22,9 @@ class FakeScheduler:
         self.fail_posts = 0
         """So many posts are answered by 503 and not taken."""
         self.released = threading.Event()
+        """While it is not set, nothing is answered, nor done afterwards."""
         self.held = threading.Event()
         """Somebody waits for ``released``."""
-        """While it is not set, nothing is answered, nor done afterwards."""
         self.released.set()
         self.lock = threading.Lock()
         self.url = ""
