@@ -19,8 +19,8 @@ LAST = (
 """Points of its end."""
 _SELDOM = {
     "clock.time", "control.read", "engine.probe", "generation.wait", "generation.continue",
-    "publication.drain", "publication.kill", "publication.rest", "publication.turn",
-    "session.initial",
+    "publication.bucket", "publication.drain", "publication.kill", "publication.rest",
+    "publication.turn", "session.initial",
 }  # fmt: skip
 """Passed only by runs of other kinds, or made for other faults than a kill."""
 PROVOKED = {

@@ -114,6 +114,11 @@ POINTS: tuple[Point, ...] = (
     Point("publication.rest", _SWAP + "draining", "rolling: one engine gets no new work"),
     Point("publication.pause", _SWAP + "pause", "engines still decode"),
     Point("publication.transfer", _SWAP + "transfer", "paused, the old weights are in place"),
+    Point(
+        "publication.bucket",
+        "runtime.publication.broadcast:BroadcastTransport._send",
+        "engines wait for a bucket inside the collective, nothing is sent",
+    ),
     Point("publication.verify", _SWAP + "verify", "new weights are in place, unverified"),
     Point("publication.set_policy", _SWAP + "set_policy", "verified, under the old name"),
     Point("publication.kill", _SWAP + "kill_failed", "decided, unverified engines still live"),

@@ -12,6 +12,7 @@ from typing import Protocol
 import anyio
 import structlog
 
+from runtime import faults
 from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import EngineRefused, PublicationFailed, RunError, WaitTimeout
 from runtime.policy import PolicyId
@@ -254,6 +255,8 @@ class BroadcastTransport:
                 )
 
         async def send() -> None:
+            if faults.plan is not None:
+                await faults.plan.pause("publication.bucket")
             with self._diagnostics.step("broadcast", bucket=index, group=group):
                 await self._source.send_bucket(index, flat)
 

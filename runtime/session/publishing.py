@@ -145,9 +145,11 @@ class Publishing:
             if not self._asleep:
                 self.monitor.pause()
             self._asleep.add((engine.slot, engine.incarnation))
+            began = anyio.current_time()
             try:
                 await engine.client.pause("abort")
                 await engine.client.release_memory()
+                self._timed(Event.ENGINE_SLEPT, engine.slot, began)
             except RunError as error:
                 # It holds memory that the trainer needs now.
                 reason = f"did not give its memory back: {error.message}"
@@ -161,11 +163,17 @@ class Publishing:
         self.monitor.resume()
         for engine in self.pool.live():
             if (engine.slot, engine.incarnation) in asleep:
+                began = anyio.current_time()
                 try:
                     await engine.client.resume_memory()
+                    self._timed(Event.ENGINE_WOKEN, engine.slot, began)
                 except RunError as error:
                     reason = f"did not get its memory again: {error.message}"
                     await self.monitor.kill(engine.slot, engine.incarnation, reason)
+
+    def _timed(self, event: Event, slot: int, began: float) -> None:
+        elapsed_s = round(anyio.current_time() - began, 6)
+        self.lifecycle.record(event, slot=slot, elapsed_s=elapsed_s)
 
     async def mend_for_ever(self) -> None:
         """Bring restarted engines to the published policy, until cancelled.

@@ -111,6 +111,11 @@ class Event(StrEnum):
     ENGINE_RESTARTED = "engine.restarted", "A slot has a new incarnation."
     ENGINE_STOPPED = "engine.stopped", "The embedded server closed its door and left."
     ENGINE_REQUEST_FAILED = "engine.request_failed", "A request raised inside the embedded server."
+    ENGINE_SLEPT = "engine.slept", "A sleeping engine has given its GPU memory back."
+    ENGINE_WOKEN = (
+        "engine.woken",
+        "It has its memory again; a publication fills it.",
+    )
     ENGINE_RETIRED = "engine.retired", "A slot used up its restarts, or the run is ending."
     PUBLICATION_STEP_STARTED = (
         "publication.step_started",

@@ -120,6 +120,7 @@ class Monitor:
 class Published:
     def __init__(self, mode: str = "refresh") -> None:
         self.clients: dict[int, Client] = {}
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.pool = EnginePool(2, clock=ManualClock())
         self.gate = AdmissionGate(clock=SystemClock())
         self.publisher = Publisher()
@@ -131,10 +132,13 @@ class Published:
             gate=self.gate,
             mode=mode,  # type: ignore[arg-type]
             drain_deadline_s=5.0,
-            lifecycle=SimpleNamespace(record=lambda *_, **__: None),  # type: ignore[arg-type]
+            lifecycle=SimpleNamespace(record=self._recorded),  # type: ignore[arg-type]
         )
         self.join(0, "a")
         self.join(1, "b")
+
+    def _recorded(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
 
     def join(self, slot: int, incarnation: str) -> None:
         address = EngineAddress(slot=slot, incarnation=incarnation, url="", pid=1)
@@ -325,6 +329,8 @@ async def test_sleeping_engines_are_without_memory_for_the_length_of_an_update()
     assert published.clients[1].calls == ["pause abort", "release", "take"]
     assert published.monitor.pauses == 0
     assert published.states() == [(SlotState.HEALTHY, SECOND)] * 2
+    told = [(e, f["slot"]) for e, f in published.events if e.startswith("engine.")]
+    assert told == [(f"engine.{what}", slot) for what in ("slept", "woken") for slot in (0, 1)]
 
 
 @pytest.mark.parametrize(("refuses", "asleep"), [("release", True), ("take", False)])
