@@ -3,13 +3,18 @@
 A run like any other (guard, session, Ray, trainer ranks, SGLang engines) with a model of random
 weights (``gpu_task``). Layouts:
 
-    one        trainer and engine share one GPU; ipc
-    two        one trainer rank, one engine; NCCL broadcast
-    two-two    two trainer ranks (FSDP2), two engines; NCCL broadcast
-    two-wide   two trainer ranks, one engine of tensor parallel 2; NCCL broadcast
+    one          trainer and engine share one GPU; ipc
+    one-disk     the same; disk
+    one-sleep    the same as ``one``; the engine gives its memory back for each update
+    one-preset   ``configs/presets/one-gpu.toml`` itself, with what a user sets in it
+    two          one trainer rank, one engine; NCCL broadcast
+    two-two      two trainer ranks (FSDP2), two engines; NCCL broadcast
+    two-wide     two trainer ranks, one engine of tensor parallel 2; NCCL broadcast
 
-``--kill-at N`` kills an engine's server after update N and looks for its return. ``--cpu`` tries
-everything on a CPU with a tiny model and gloo.
+``--kill-at N`` kills an engine's server after update N and looks for its return, ``--stop-at N``
+stops it, ``--kill-during-broadcast N`` kills it while all engines wait for a bucket
+(``gpu_strike``). ``--cpu`` tries everything on a CPU with a tiny model and gloo. Figures are
+written every few seconds; the run and all its processes are gone when the command returns.
 
     python -m benchmarks.gpu_run --layout one --engine-python /opt/sglang/bin/python --out one.json
 """
@@ -19,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -27,21 +31,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.gpu_task import Task, make
-from configs.load import load_run
+from benchmarks import gpu_processes
+from benchmarks.gpu_memory import MemoryWatch, sleep_figures
+from benchmarks.gpu_strike import Strike
+from benchmarks.gpu_task import PRESET, Task, make, of_preset
+from configs.load import LoadedRun, load_run
+from configs.run import RunSpec
 from runtime.launch.start import start_run
-from runtime.publication.decision import read_decisions
+from runtime.publication.decision import Decision, read_decisions
 from runtime.rundir import workflow
 from runtime.rundir.layout import RunRoot
 
-POLL_S = 0.5
+POLL_S = 0.2
+WRITE_EVERY_S = 3.0
+LEAVE_S = 45.0
+"""For a run's processes to end by themselves once it has."""
 WARM = 4
 """Updates left out of medians: groups, kernels and buffers are made in them."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"gpus": 1, "colocated": True, "transport": "ipc"},
     "one-disk": {"gpus": 1, "colocated": True, "transport": "disk"},
+    "one-sleep": {"gpus": 1, "colocated": True, "transport": "ipc", "sleep": True},
+    "one-preset": {"gpus": 1},
     "two": {"gpus": 2, "colocated": False, "transport": "broadcast"},
     "two-two": {"gpus": 4, "engines": 2, "colocated": False, "transport": "broadcast"},
     "two-wide": {"gpus": 4, "tensor": 2, "colocated": False, "transport": "broadcast"},
@@ -69,50 +80,117 @@ def task_of(arguments: argparse.Namespace) -> Task:
     )  # fmt: skip
 
 
-def run(folder: Path, task: Task, *, kill_at: int | None, deadline_s: float) -> dict[str, Any]:
-    """Run it to its end; figures of what was seen."""
-    loaded = load_run(make(folder, task, name=folder.name))
-    root = RunRoot(folder / "run")
-    start_run(loaded)
-    began = time.monotonic()
-    memory, killed = _Memory(), None
-    while True:
-        time.sleep(POLL_S)
-        memory.look()
-        view = workflow.read(root)
+def run_of(folder: Path, task: Task, layout: str) -> LoadedRun:
+    """Everything a run needs, below ``folder``."""
+    if layout == "one-preset":
+        return load_run(PRESET, of_preset(folder, task))
+    return load_run(make(folder, task, name=folder.name))
+
+
+class Watched:
+    """A run from its start to its end, and the figures of it so far."""
+
+    def __init__(
+        self, loaded: LoadedRun, layout: str, strike: Strike | None, out: Path | None
+    ) -> None:
+        self._layout = layout
+        self._spec = loaded.spec
+        self._root = RunRoot.of(loaded.spec.output.root)
+        self._strike = strike
+        self._out = out
+        self._memory = MemoryWatch()
+        self._began, self._started_at = time.monotonic(), time.time()
+        self._verdict = "running"
+        self._written = 0.0
+        self._killed = 0
+        start_run(loaded)
+
+    def watch(self, deadline_s: float) -> dict[str, Any]:
+        """Until it ends or ``deadline_s`` is over; nothing of it lives then."""
+        root = self._root.path
+        with self._memory:
+            try:
+                while self._verdict == "running":
+                    time.sleep(POLL_S)
+                    self._look(deadline_s)
+                family = gpu_processes.processes(root)
+            finally:
+                if self._verdict in ("complete", "failed"):
+                    self._killed = gpu_processes.end(family, wait_s=LEAVE_S)
+                else:
+                    self._killed = gpu_processes.stop(root, wait_s=LEAVE_S / 3)
+        return self.write()
+
+    def _look(self, deadline_s: float) -> None:
+        view = workflow.read(self._root)
+        took_s = time.monotonic() - self._began
         if view is not None and view.state in ("complete", "failed"):
-            break
-        if kill_at is not None and killed is None and view is not None and view.update >= kill_at:
-            killed = {"update": view.update, "pid": _kill_engine(), "at": time.time()}
-        if time.monotonic() - began > deadline_s:
-            _end(root)
-            break
-    view = workflow.read(root)
-    return {
-        "state": None if view is None else view.state,
-        "update": None if view is None else view.update,
-        "wall_s": round(time.monotonic() - began, 1),
-        "peak_gpu_mib": memory.peak,
-        **figures(root, task),
-        "killed": None if killed is None else {**killed, **_return(root, killed["at"])},
-    }
+            self._verdict = view.state
+        elif took_s > deadline_s:
+            self._verdict = "over its deadline"
+        elif self._strike is not None and view is not None:
+            self._strike.look(view.update)
+        if took_s - self._written > WRITE_EVERY_S:
+            self._written = took_s
+            self.write()
+
+    def write(self) -> dict[str, Any]:
+        """Figures so far, as they stand in the file afterwards."""
+        view = workflow.read(self._root)
+        rows = _rows(self._root.path / "pipeline_lifecycle.jsonl")
+        decisions = read_decisions(self._root.path / "publications.jsonl")
+        found: dict[str, Any] = {
+            "layout": self._layout,
+            "state": self._verdict,
+            "update": None if view is None else view.update,
+            "step": None if view is None else view.step,
+            "failure": None
+            if view is None or view.failure is None
+            else view.failure.model_dump(mode="json"),
+            "wall_s": round(time.monotonic() - self._began, 1),
+            "first_s": self._firsts(rows),
+            "killed_at_the_end": self._killed,
+            "peak_gpu_mib": self._memory.peak,
+            **figures(self._root, self._spec, decisions),
+            "sleep": sleep_figures(rows, self._memory.samples),
+            "strike": None if self._strike is None else self._strike.figures(rows, decisions),
+        }
+        if self._out is not None:
+            beside = self._out.with_suffix(".part")
+            beside.write_text(json.dumps(found, indent=1) + "\n")
+            beside.replace(self._out)
+        return found
+
+    def _firsts(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """Seconds from the start to the first of each event, and to the first updates."""
+        found: dict[str, float] = {}
+        for row in rows:
+            found.setdefault(row["event"], round(row["time"] - self._started_at, 1))
+        for row in _rows(self._root.path / "metrics.jsonl"):
+            if row["axis"] == "train/update" and row["values"].get("train/loss") is not None:
+                found["last update"] = round(row["time"] - self._started_at, 1)
+                found.setdefault("first update", found["last update"])
+        return found
 
 
-def figures(root: RunRoot, task: Task) -> dict[str, Any]:
+def figures(root: RunRoot, spec: RunSpec, decisions: list[Decision]) -> dict[str, Any]:
     """Medians after the first updates, from the run's own files."""
-    rows = [json.loads(line) for line in _lines(root.path / "metrics.jsonl")]
+    rows = _rows(root.path / "metrics.jsonl")
     train = [r["values"] for r in rows if r["axis"] == "train/update"][WARM:]
     rollout = [r["values"] for r in rows if r["axis"] == "rollout/collection"][WARM:]
-    decisions = list(read_decisions(root.path / "publications.jsonl"))[WARM:]
+    decisions = decisions[WARM:]
+    gpus = max(spec.launch.gpus_per_replica, 1)
     tokens = statistics.median([v["rollout/num_tokens"] for v in rollout] or [0.0])
     seconds = _median(train, "train/elapsed_s/update")
-    trained = tokens + task.groups * task.samples * task.prompt_tokens
+    samples = spec.rollout.groups_per_collection * spec.rollout.samples_per_prompt
+    trained = tokens + samples * spec.data.max_prompt_tokens
     return {
+        "samples_per_update": samples,
         "s_per_update": seconds,
-        "generated_tokens_per_s_per_gpu": round(tokens / seconds / max(task.gpus, 1), 1)
-        if seconds else None,
-        "trained_tokens_per_s_per_gpu": round(trained / seconds / max(task.gpus, 1), 1)
-        if seconds else None,
+        "s_per_update_all": [round(v["train/elapsed_s/update"], 3) for v in train
+                             if "train/elapsed_s/update" in v],
+        "generated_tokens_per_s_per_gpu": round(tokens / seconds / gpus, 1) if seconds else None,
+        "trained_tokens_per_s_per_gpu": round(trained / seconds / gpus, 1) if seconds else None,
         "mixed_policy_samples": sum(v["rollout/mixed_policy_samples"] for v in rollout),
         "agreement": sorted({k: v for r in rows for k, v in r["values"].items()
                              if k.startswith(("contracts/policy_agreement", "train/agreement"))
@@ -140,65 +218,24 @@ def _median(rows: list[Any], key: str) -> float | None:
     return round(statistics.median(values), 5) if values else None
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Whole rows of a file that may still grow."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _kill_engine() -> int:
-    """Kill the newest scheduler of SGLang, or the embedded server; the owner's own stays."""
-    marks = ("sglang::scheduler", "runtime.engines.embedded.server")
-    found = [
-        p for p in psutil.process_iter(["cmdline", "create_time"])
-        if any(mark in " ".join(p.info["cmdline"] or []) for mark in marks)
-    ]  # fmt: skip
-    victim = max(found, key=lambda p: p.info["create_time"])
-    victim.send_signal(signal.SIGKILL)
-    return victim.pid
-
-
-def _return(root: RunRoot, at: float) -> dict[str, Any]:
-    """When the killed engine was found dead, answered again, and was verified."""
-    seen: dict[str, Any] = {}
-    for line in _lines(root.path / "pipeline_lifecycle.jsonl"):
-        row = json.loads(line)
-        event, when = row.get("event"), row.get("time", 0.0)
-        if event in ("engine.died", "engine.restarted") and when >= at:
-            seen.setdefault(f"{event}_after_s", round(when - at, 2))
-    for decision in read_decisions(root.path / "publications.jsonl"):
-        if "engine.restarted_after_s" in seen and decision.started_at >= at:
-            after = decision.started_at - at
-            if after >= seen["engine.restarted_after_s"] and decision.outcome == "published":
-                seen["verified_again"] = [decision.kind, decision.policy, len(decision.verified)]
-                break
-    return seen
-
-
-class _Memory:
-    """Peak of all GPUs, in MiB, as the driver tells it."""
-
-    def __init__(self) -> None:
-        self.peak: list[int] = []
-
-    def look(self) -> None:
-        import subprocess
-
-        try:
-            told = subprocess.run(
-                ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-                capture_output=True, text=True, check=True, timeout=10,
-            ).stdout  # fmt: skip
-        except (OSError, subprocess.SubprocessError):
-            return
-        now = [int(line) for line in told.split()]
-        self.peak = [max(pair) for pair in zip(self.peak or now, now, strict=True)]
-
-
-def _end(root: RunRoot) -> None:
-    """End a run that takes too long: its guard, which takes the rest along."""
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if "runtime.session.guard" in line and str(root.path) in line:
-            process.terminate()
+def _strike(arguments: argparse.Namespace, folder: Path) -> Strike | None:
+    asked = {
+        "kill": arguments.kill_at,
+        "stop": arguments.stop_at,
+        "broadcast": arguments.kill_during_broadcast,
+    }
+    for kind, at in asked.items():
+        if at is not None:
+            strike = Strike(kind=kind, at=at, root=folder / "run")  # pyright: ignore[reportArgumentType]
+            strike.prepare(folder / "faults")
+            return strike
+    return None
 
 
 def main() -> None:
@@ -210,20 +247,19 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--kill-at", type=int)
+    strikes = parser.add_mutually_exclusive_group()
+    strikes.add_argument("--kill-at", type=int)
+    strikes.add_argument("--stop-at", type=int)
+    strikes.add_argument("--kill-during-broadcast", type=int)
     parser.add_argument("--deadline", type=float, default=240.0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/milepost-gpu"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    name = f"{arguments.layout}-{os.getpid()}"
-    task = task_of(arguments)
-    found = run(
-        arguments.folder / name, task, kill_at=arguments.kill_at, deadline_s=arguments.deadline
-    )
-    text = json.dumps({"layout": arguments.layout, "updates": task.updates, **found}, indent=1)
-    if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    folder = arguments.folder / f"{arguments.layout}-{os.getpid()}"
+    loaded = run_of(folder, task_of(arguments), arguments.layout)
+    strike = _strike(arguments, folder)
+    watched = Watched(loaded, arguments.layout, strike, arguments.out)
+    sys.stdout.write(json.dumps(watched.watch(arguments.deadline), indent=1) + "\n")
 
 
 if __name__ == "__main__":

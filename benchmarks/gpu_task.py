@@ -1,13 +1,15 @@
 """A task that costs what a real one costs and teaches nothing: for the benchmarks on GPUs.
 
 A Qwen3-shaped model with random weights, prompts of random letters, responses that run to their
-cap, and a reward that is a coin. ``make`` writes model, prompts, verifier and run file.
+cap, and a reward that is a coin. ``make`` writes model, prompts and run file; ``of_preset`` what
+the preset for one GPU needs, and says what to set in it.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +37,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
 }
-VERIFIER = '''"""A coin that falls the same way for the same response."""
-import zlib
+PRESET = Path(__file__).parents[1] / "configs" / "presets" / "one-gpu.toml"
+COIN = f"{__name__}:coin"
 
 
-def score(response, answer, metadata):
+def coin(response: str, answer: object, metadata: object) -> float:
+    """A verifier: a coin that falls the same way for the same response."""
     return float(zlib.crc32(response.encode("utf-8", "replace")) % 2)
-'''
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Task:
     updates: int = 20
     max_staleness: int = 1
     compile: bool = False
+    sleep: bool = False
     max_gap: float = 0.02
     """Limit of the agreement contract, a mean of |log-prob of engine - of trainer|."""
     engine_args: dict[str, str | int | float | bool] = field(
@@ -112,16 +115,52 @@ def make(folder: Path, task: Task, *, name: str) -> Path:
     """Everything of one run below ``folder``; returns the run file."""
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(folder.parent / f"model-{task.shape}", task.shape)
-    rng = random.Random(0)
-    letters = task.prompt_tokens - TEMPLATE_TOKENS
-    with (folder / "train.jsonl").open("w") as file:
-        for _ in range(task.groups * (task.updates + 8)):
-            text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=letters))
-            file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
-    (folder / "coin.py").write_text(VERIFIER)
+    make_prompts(folder / "train.jsonl", task.groups * (task.updates + 8), task.prompt_tokens)
     run_file = folder / "run.toml"
     run_file.write_text(_run_file(folder, model, task, name))
     return run_file
+
+
+def make_prompts(path: Path, count: int, tokens: int, seed: int = 0) -> Path:
+    """Prompts of random letters, each of ``tokens`` tokens with its template."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=tokens - TEMPLATE_TOKENS))
+            file.write(json.dumps({"prompt": text, "answer": ""}) + "\n")
+    return path
+
+
+def of_preset(folder: Path, task: Task) -> list[str]:
+    """What a user of ``PRESET`` sets in it: paths, lengths, the number of updates, the verifier.
+
+    All else is as shipped; on a CPU, where nothing can be shared, also what says GPU.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    values: dict[str, Any] = {
+        "model.path": str(make_model(folder.parent / f"model-{task.shape}", task.shape)),
+        "data.train": str(make_prompts(folder / "train.jsonl", 4096, task.prompt_tokens)),
+        "data.max_prompt_tokens": task.prompt_tokens,
+        "evaluation.sets.math.prompts": str(
+            make_prompts(folder / "test.jsonl", 256, task.prompt_tokens, seed=1)
+        ),
+        "rollout.max_response_tokens": task.response_tokens,
+        "reward.verifier": COIN,
+        "core.max_updates": task.updates,
+        "output.root": str(folder / "run"),
+        "launch.detached": True,
+    }
+    if task.engine_python:
+        values["rollout.engine_python"] = task.engine_python
+    if task.gpus == 0:
+        values |= {
+            "model.dtype": "float32",
+            "rollout.engine": "sglang" if task.engine_python else "embedded",
+            "rollout.engine_args": task.engine_args,
+            "rollout.colocated": False,
+            "launch.gpus_per_replica": 0,
+        }
+    return [f"{key} = {_toml(value)}" for key, value in values.items()]
 
 
 def _run_file(folder: Path, model: Path, task: Task, name: str) -> str:
@@ -140,13 +179,14 @@ def _run_file(folder: Path, model: Path, task: Task, name: str) -> str:
             "engines": task.engines,
             "tensor": task.tensor,
             "colocated": task.colocated and on_gpu,
+            "sleep": task.sleep and on_gpu,
             "max_running_requests": 256,
             "groups_per_collection": task.groups,
             "samples_per_prompt": task.samples,
             "max_response_tokens": task.response_tokens,
         },
         "async": {"max_staleness": task.max_staleness},
-        "reward": {"verifier": "coin:score"},
+        "reward": {"verifier": COIN},
         "core": {
             "loss": "dapo",
             "eps_clip_high": 0.2,
