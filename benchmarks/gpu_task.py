@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,10 +113,17 @@ def make_model(folder: Path, shape: str, seed: int = 1) -> Path:
     return folder
 
 
+def model_apart(folder: Path, shape: str) -> Path:
+    """As ``make_model``, in a process of its own: what watches a run holds no memory of its GPU."""
+    code = f"from benchmarks.gpu_task import *; make_model(Path({str(folder)!r}), {shape!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    return folder
+
+
 def make(folder: Path, task: Task, *, name: str) -> Path:
     """Everything of one run below ``folder``; returns the run file."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = make_model(folder.parent / f"model-{task.shape}", task.shape)
+    model = model_apart(folder.parent / f"model-{task.shape}", task.shape)
     make_prompts(folder / "train.jsonl", task.groups * (task.updates + 8), task.prompt_tokens)
     run_file = folder / "run.toml"
     run_file.write_text(_run_file(folder, model, task, name))
@@ -138,7 +147,7 @@ def of_preset(folder: Path, task: Task) -> list[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {
-        "model.path": str(make_model(folder.parent / f"model-{task.shape}", task.shape)),
+        "model.path": str(model_apart(folder.parent / f"model-{task.shape}", task.shape)),
         "data.train": str(make_prompts(folder / "train.jsonl", 4096, task.prompt_tokens)),
         "data.max_prompt_tokens": task.prompt_tokens,
         "evaluation.sets.math.prompts": str(

@@ -1,0 +1,267 @@
+"""One trainer rank against two on GPUs: ten updates from the same batches, and states across.
+
+The ranks are those of a run: actors of a Ray of its own, joined by NCCL, sharded by FSDP2. Each
+case makes ten updates on one rank and on two, deterministic and without TF32, and compares loss,
+gradient norm and parameters: float32 within 1e-5, bf16 as it is. The state after five updates of
+either side is restored on the other, which makes the last five again (``--reshard``: which cases).
+
+    python -m benchmarks.gpu_ranks --out ranks.json
+
+Needs two GPUs; ``--cpu`` tries it with gloo and the tiny model. Figures are written after each
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu_task import SHAPES, make_model
+from runtime.session import cluster
+from runtime.trainer.protocol import Sequence, TrainBatch
+from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings
+
+if TYPE_CHECKING:
+    from runtime.trainer.group import TrainerGroup
+
+UPDATES = 10
+SAVED_AT = 5
+LIMIT = 1e-5
+ABSOLUTE = 1e-6
+"""Below this a difference counts for nothing: a loss may be close to 0."""
+FIGURES = ("loss", "policy_loss", "total_grad_norm", "entropy", "parameter_change_norm")
+CASES: dict[str, tuple[str, str, int]] = {
+    "tiny float32": ("tiny", "float32", 48),
+    "0.6b float32": ("0.6b", "float32", 256),
+    "0.6b bfloat16": ("0.6b", "bfloat16", 256),
+}
+"""By name: shape, dtype, longest sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    shape: str
+    dtype: Any
+    longest: int
+    model: Path
+    is_deterministic: bool = True
+
+    def settings(self) -> TrainerSettings:
+        """As a run has them, with every term of the loss."""
+        return TrainerSettings(
+            loss=LossSettings.named("grpo", kl="k3", kl_coef=0.1, entropy_coef=0.01),
+            optimizer=OptimizerSettings(lr=1e-3 if self.shape == "tiny" else 1e-5),
+            dtype=self.dtype,
+            max_tokens_per_bin=8 * self.longest,
+            deterministic=self.is_deterministic,
+        )
+
+    def batch(self, update: int) -> TrainBatch:
+        """Eight groups of four, of lengths that differ; the same for whoever asks."""
+        vocab = SHAPES[self.shape]["vocab_size"]
+        rng = np.random.default_rng(update)
+        made: list[Sequence] = []
+        for group in range(8):
+            prompt = rng.integers(4, vocab, int(rng.integers(2, self.longest // 2)))
+            for _ in range(4):
+                n = int(rng.integers(2, self.longest // 2))
+                response = rng.integers(4, vocab, n)
+                made.append(
+                    Sequence(
+                        tokens=np.concatenate([prompt, response]).astype(np.int32),
+                        prompt_len=len(prompt),
+                        logprobs=rng.normal(-math.log(vocab), 0.3, n).astype(np.float32),
+                        mask=np.ones(n, np.float32),
+                        advantage=float(rng.normal()),
+                        span_ends=np.array([n], np.int32),
+                        span_updates=np.array([-1], np.int32),  # of no policy that is current
+                        prefill_update=-1,
+                        group=group,
+                        is_equal=False,
+                    )
+                )
+        return TrainBatch(update=update, sequences=tuple(made), consumed_digest=f"after {update}")
+
+
+@dataclass(slots=True)
+class Side:
+    """What one number of ranks made of a case."""
+
+    values: list[dict[str, float]]
+    weights: Path
+    """Folder of the weights after the last update."""
+    state: Path
+    took_s: float
+
+
+async def make_side(group: TrainerGroup, case: Case, to: Path, start: Path | None = None) -> Side:
+    """All updates, the state after ``SAVED_AT`` kept; or the last ones, from ``start``."""
+    began = time.monotonic()
+    await group.load(str(case.model))
+    done = 0
+    if start is not None:
+        done = int(str((await group.restore(str(start)))["update"]))
+        assert done == SAVED_AT
+    side = Side(values=[], weights=to / "weights", state=to / "state", took_s=0.0)
+    for folder in (side.weights, side.state):
+        folder.mkdir(parents=True)
+    for update in range(done + 1, UPDATES + 1):
+        side.values.append((await group.train_step(case.batch(update))).values)
+        if update == SAVED_AT:
+            await group.write_staged(await group.stage(), str(side.state))
+    await group.write_snapshot(str(side.weights))
+    side.took_s = round(time.monotonic() - began, 1)
+    return side
+
+
+def compare(one: Side, other: Side, model: Path) -> dict[str, Any]:
+    """Largest differences over the updates both made, and those of the weights."""
+    pairs = list(zip(one.values[-len(other.values) :], other.values, strict=True))
+    found: dict[str, Any] = {"updates": len(pairs)}
+    holds = True
+    for name in FIGURES:
+        gaps = [(abs(a[name] - b[name]), abs(a[name])) for a, b in pairs if name in a]
+        holds &= name == "parameter_change_norm" or all(
+            gap <= LIMIT * size + ABSOLUTE for gap, size in gaps
+        )
+        found[name] = {
+            "largest": max(gap for gap, _ in gaps),
+            "relative": max(gap / max(size, 1e-12) for gap, size in gaps),
+            "last": [pairs[-1][0][name], pairs[-1][1][name]],
+        }
+    a, b, before = (_weights(folder) for folder in (one.weights, other.weights, model))
+    assert a.keys() == b.keys()
+    size, change, gap = (_norm(a), _norm(a, before), _norm(a, b))
+    found["parameters"] = {"relative": gap / size, "of_their_change": gap / change}
+    return {**found, "within": holds and gap / size <= LIMIT, "limit": LIMIT}
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def _norm(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor] | None = None) -> float:
+    """Of ``a``, or of the way from ``b`` to it, over all tensors both have."""
+    total = 0.0
+    for name, tensor in a.items():
+        if b is None or name in b:
+            part = tensor.double() if b is None else tensor.double() - b[name].double()
+            total += part.square().sum().item()
+    return math.sqrt(total)
+
+
+async def run_case(
+    case: Case, folder: Path, *, on_gpu: bool, reshards: bool, found: dict[str, Any], write: Any
+) -> None:
+    """One rank, then two, then each from the other's state."""
+    from runtime.trainer.group import Placement, TrainerGroup
+
+    async def side(ranks: int, to: str, start: Path | None = None) -> Side:
+        placement = Placement(
+            ranks=ranks, gpus_per_rank=1.0 if on_gpu else 0.0, start_deadline_s=180.0,
+            call_deadline_s=120.0, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        )  # fmt: skip
+        group = await TrainerGroup.start(case.settings(), placement, epoch=1)
+        try:
+            made = await make_side(group, case, folder / to, start)
+        finally:
+            await group.shutdown()
+        found[f"{to}_s"] = made.took_s
+        write()
+        return made
+
+    alone = await side(1, "one")
+    both = await side(2, "two")
+    found["two against one"] = compare(alone, both, case.model)
+    write()
+    if reshards:
+        found["two from the state of one"] = compare(
+            alone, await side(2, "two-resumed", alone.state), case.model
+        )
+        found["one from the state of two"] = compare(
+            both, await side(1, "one-resumed", both.state), case.model
+        )
+        write()
+
+
+async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All cases; one that fails takes no other's figures along."""
+    found: dict[str, Any] = {"torch": torch.__version__, "gpus": torch.cuda.device_count()}
+
+    def write() -> None:
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    for name in arguments.cases.split(","):
+        shape, dtype, longest = CASES[name]
+        model = make_model(folder / f"model-{shape}", shape)
+        for is_deterministic in (True, False):
+            told = found[name] = {"deterministic": is_deterministic}
+            case = Case(
+                shape=shape, dtype=dtype, longest=longest, model=model,
+                is_deterministic=is_deterministic,
+            )  # fmt: skip
+            to = folder / "case"
+            try:
+                await run_case(
+                    case, to, on_gpu=not arguments.cpu, reshards=name in arguments.reshard,
+                    found=told, write=write,
+                )  # fmt: skip
+                break
+            except Exception as error:  # a kernel without a deterministic form ends its rank
+                told["error"] = f"{type(error).__name__}: {error}"[:2000]
+                found.setdefault("failed", []).append({name: told})
+                write()
+            finally:
+                shutil.rmtree(to, ignore_errors=True)
+    write()
+    return found
+
+
+def main() -> None:
+    """Run the cases and print one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--reshard", default="tiny float32")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--deadline", type=float, default=280.0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.cases = arguments.cases or ("tiny float32" if arguments.cpu else ",".join(CASES))
+    if not arguments.cpu and torch.cuda.device_count() < 2:
+        raise SystemExit("there are no two GPUs here; --cpu tries it without")
+    with tempfile.TemporaryDirectory(prefix="mpr-") as name:
+        folder = Path(name)
+        cluster.set_environment(folder)
+        ray = cluster.LocalRay(folder / "r", num_gpus=0 if arguments.cpu else 2)
+        ray.start()
+        try:
+
+            async def bounded() -> dict[str, Any]:
+                with anyio.fail_after(arguments.deadline):
+                    return await main_async(arguments, folder)
+
+            found = anyio.run(bounded)
+        finally:
+            ray.stop()
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
