@@ -51,7 +51,7 @@ class MemoryWatch:
 def _asker() -> Callable[[], list[int]] | None:
     """NVML where its binding is there, since it takes a millisecond; else a program; else None."""
     try:
-        import pynvml
+        import pynvml  # pyright: ignore[reportMissingImports]  # only beside GPUs
 
         nvml: Any = pynvml
         nvml.nvmlInit()

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import anyio.to_thread
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -212,7 +211,8 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
         shape, dtype, longest = CASES[name]
         model = make_model(folder / f"model-{shape}", shape)
         for is_deterministic in (True, False):
-            told = found[name] = {"deterministic": is_deterministic}
+            told: dict[str, Any] = {"deterministic": is_deterministic}
+            found[name] = told
             case = Case(
                 shape=shape, dtype=dtype, longest=longest, model=model,
                 is_deterministic=is_deterministic,

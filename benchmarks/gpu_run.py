@@ -13,7 +13,8 @@ weights (``gpu_task``). Layouts:
 
 ``--kill-at N`` kills an engine's server after update N and looks for its return, ``--stop-at N``
 stops it, ``--kill-during-broadcast N`` kills it while all engines wait for a bucket
-(``gpu_strike``). ``--cpu`` tries everything on a CPU with a tiny model and gloo. Figures are
+(``gpu_strike``); such a run ends as "back" soon after every engine that died is verified again,
+whatever updates are left. ``--cpu`` tries everything on a CPU with a tiny model and gloo. Figures are
 written every few seconds; the run and all its processes are gone when the command returns.
 
     python -m benchmarks.gpu_run --layout one --engine-python /opt/sglang/bin/python --out one.json
@@ -113,12 +114,10 @@ class Watched:
                 while self._verdict == "running":
                     time.sleep(POLL_S)
                     self._look(deadline_s)
-                family = gpu_processes.processes(root)
-            finally:
                 if self._verdict in ("complete", "failed"):
-                    self._killed = gpu_processes.end(family, wait_s=LEAVE_S)
-                else:
-                    self._killed = gpu_processes.stop(root, wait_s=LEAVE_S / 3)
+                    self._killed = gpu_processes.end(gpu_processes.processes(root), wait_s=LEAVE_S)
+            finally:
+                self._killed += gpu_processes.stop(root, wait_s=LEAVE_S / 3)
         return self.write()
 
     def _look(self, deadline_s: float) -> None:
@@ -132,7 +131,9 @@ class Watched:
             self._strike.look(view.update)
         if took_s - self._written > WRITE_EVERY_S:
             self._written = took_s
-            self.write()
+            told = self.write()["strike"]
+            if told is not None and told.get("is_back") and self._verdict == "running":
+                self._verdict = "back"
 
     def write(self) -> dict[str, Any]:
         """Figures so far, as they stand in the file afterwards."""

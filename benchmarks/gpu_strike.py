@@ -22,6 +22,8 @@ from runtime.publication.decision import Decision
 ENTER_S = 1.0
 """For engines to enter the collective of a bucket that is held back."""
 HELD_S = 60.0
+GOES_ON = 3
+"""Publications after the return that show it."""
 _ID = "broadcast"
 _DIED, _VERIFIED = "engine.died", "engine.verified"
 _LATER = ("engine.restarted", "engine.retired")
@@ -87,6 +89,7 @@ class Strike:
             "slots": slots,
             "died": len(slots),
             "verified_again": sum(story[-1]["event"] == _VERIFIED for story in slots.values()),
+            "is_back": _is_back(slots, [_ended(d) - at for d in later]),
             "publications": [_short(d, at) for d in later[:6]],
             "publications_after": len(later),
         }
@@ -109,6 +112,14 @@ def _stories(rows: Sequence[Mapping[str, Any]], at: float) -> dict[str, list[dic
                 told["reason"] = str(row["reason"])[:300]
             found[slot] = [*story, told]
     return found
+
+
+def _is_back(slots: dict[str, list[dict[str, Any]]], publications: Sequence[float]) -> bool:
+    """All that died are verified again, and the run went on with them."""
+    last = [story[-1] for story in slots.values()]
+    if not last or any(told["event"] != _VERIFIED for told in last):
+        return False
+    return sum(ended > max(t["after_s"] for t in last) for ended in publications) > GOES_ON
 
 
 def _ended(decision: Decision) -> float:
