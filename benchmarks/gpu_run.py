@@ -14,8 +14,8 @@ weights (``gpu_task``). Layouts:
 ``--kill-at N`` kills an engine's server after update N and looks for its return, ``--stop-at N``
 stops it, ``--kill-during-broadcast N`` kills it while all engines wait for a bucket
 (``gpu_strike``); such a run ends as "back" soon after every engine that died is verified again,
-whatever updates are left. ``--cpu`` tries everything on a CPU with a tiny model and gloo. Figures are
-written every few seconds; the run and all its processes are gone when the command returns.
+whatever updates are left. ``--cpu`` tries everything on a CPU with a tiny model and gloo. Figures
+are written every few seconds; the run and all its processes are gone when the command returns.
 
     python -m benchmarks.gpu_run --layout one --engine-python /opt/sglang/bin/python --out one.json
 """
