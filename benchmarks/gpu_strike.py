@@ -103,7 +103,7 @@ def _stories(rows: Sequence[Mapping[str, Any]], at: float) -> dict[str, list[dic
         story = found.get(slot, [])
         is_next = (
             event == _DIED
-            or (event in _LATER and bool(story))
+            or (event in _LATER and bool(story) and story[-1]["event"] == _DIED)
             or (event == _VERIFIED and bool(story) and story[-1]["event"] == "engine.restarted")
         )
         if is_next:
