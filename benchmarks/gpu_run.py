@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -47,6 +48,8 @@ POLL_S = 0.2
 WRITE_EVERY_S = 3.0
 LEAVE_S = 45.0
 """For a run's processes to end by themselves once it has."""
+LOG_CHARS = 6000
+"""Kept of each log of a run that did not reach its end."""
 WARM = 4
 """Updates left out of medians: groups, kernels and buffers are made in them."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -118,6 +121,10 @@ class Watched:
                     self._killed = gpu_processes.end(gpu_processes.processes(root), wait_s=LEAVE_S)
             finally:
                 self._killed += gpu_processes.stop(root, wait_s=LEAVE_S / 3)
+        if self._out is not None and self._verdict not in ("complete", "back"):
+            self._out.with_suffix(".logs").write_text(_last_words(root))
+        # Several runs of a machine would fill its disk with states.
+        shutil.rmtree(root / "checkpoints", ignore_errors=True)
         return self.write()
 
     def _look(self, deadline_s: float) -> None:
@@ -223,6 +230,15 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Whole rows of a file that may still grow."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _last_words(root: Path) -> str:
+    """The ends of all logs of a run."""
+    return "".join(
+        f"==> {path.relative_to(root)}\n{path.read_text(errors='replace')[-LOG_CHARS:]}\n"
+        for path in sorted(root.rglob("*.log*"))
+        if path.is_file()
+    )
 
 
 def _strike(arguments: argparse.Namespace, folder: Path) -> Strike | None:
