@@ -27,6 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "inductor": ("TORCHINDUCTOR_CACHE_DIR",),
     "triton": ("TRITON_CACHE_DIR",),
     "sglang": ("SGLANG_CACHE_DIR",),
+    "sglang_jit": ("SGLANG_JIT_CACHE_DIR",),
     "deep_gemm": ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR"),
     "tvm_ffi": ("TVM_FFI_CACHE_DIR",),
     "flashinfer": ("FLASHINFER_WORKSPACE_BASE",),
@@ -35,7 +36,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Folder of each part below the root, and the variables that point a compiler at it: all that a
 server would else keep with the user (``engines.sglang.environment``). SGLang's own CUDA kernels,
-most of a first start, are in ``tvm_ffi``."""
+most of a first start, are in ``tvm_ffi``, those of newer versions in ``sglang_jit``."""
 
 
 def environment(root: Path) -> dict[str, str]:
