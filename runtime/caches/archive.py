@@ -1,6 +1,7 @@
 """A folder as one file: equal folders give equal bytes, and only plain files come out again.
 
-A normalised tar in zstd: names sorted, owner and times 0, no links, no devices.
+A normalised tar in zstd: names sorted, owner and times 0, no links, no devices. The few small
+files in which a compiler wrote down where its own files lie say the new place when they come out.
 """
 
 # pyarrow ships no types: what comes out of it is Unknown, here and nowhere else.
@@ -10,6 +11,7 @@ A normalised tar in zstd: names sorted, owner and times 0, no links, no devices.
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -30,6 +32,11 @@ MAX_GROWTH = 200
 """Unpacked bytes for each packed one, past ``FREE_BYTES``: kernels pack to a fifth, zeros to
 nothing."""
 FREE_BYTES = 64 << 20
+NAMES_PATHS = "__grp__"
+"""How files begin that name others by their whole path: Triton's lists of what one kernel is. A
+path that is not there is a kernel that is compiled again."""
+_MAX_PATHS = 64 << 10
+_FOLDER = b"@FOLDER@/"
 _MAX_HEADER = 64 << 10
 """Of a long name; a reader holds all of it in memory."""
 
@@ -83,6 +90,8 @@ def pack(folder: Path, to: Path) -> Packed:
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue
+            if path.name.startswith(NAMES_PATHS):
+                content = content.replace(_prefix(folder), _FOLDER)
             info = tarfile.TarInfo(path.relative_to(folder).as_posix())
             info.size = len(content)
             # Inductor runs what it compiled, so the mark that says so is part of the content.
@@ -110,7 +119,7 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         with atomic.disk_full_as_error(to):
-            num_files = _extract(archive, staging)
+            num_files = _extract(archive, staging, lies_in=to)
             staging.rename(to)
     except (
         tarfile.TarError, EOFError, pa.ArrowInvalid,
@@ -126,7 +135,8 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
     return num_files
 
 
-def _extract(archive: Path, to: Path) -> int:
+def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
+    """Into ``to``, which is renamed to ``lies_in`` afterwards."""
     to.mkdir(parents=True)
     num_files = num_bytes = 0
     most = min(MAX_BYTES, FREE_BYTES + MAX_GROWTH * archive.stat().st_size)
@@ -146,9 +156,17 @@ def _extract(archive: Path, to: Path) -> int:
             target = to / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb") as file:
-                shutil.copyfileobj(content, file)
+                if name.name.startswith(NAMES_PATHS) and member.size <= _MAX_PATHS:
+                    file.write(content.read().replace(_FOLDER, _prefix(lies_in)))
+                else:
+                    shutil.copyfileobj(content, file)
             target.chmod(0o700 if member.mode & 0o100 else 0o600)
     return num_files
+
+
+def _prefix(folder: Path) -> bytes:
+    """How a path below ``folder`` begins, inside a string of JSON."""
+    return json.dumps(f"{folder}/")[1:-1].encode()
 
 
 def _files(folder: Path) -> Iterator[Path]:

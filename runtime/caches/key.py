@@ -6,18 +6,37 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from configs.names import read_variable
+from runtime.waits import stretched
 
-_PACKAGES = ("torch", "triton", "sglang", "transformers", "megatron-core")
+ARCHIVES = 2
+"""Raised when archives are made another way: older ones are not taken, nor in the way."""
+_PACKAGES = (
+    "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "apache-tvm-ffi",
+    "transformers", "megatron-core",
+)  # fmt: skip
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "stepping", "flags")
 _MODEL_FILE = "config.json"
+_ASK = """
+import json, platform, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+_ASK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +52,9 @@ class CacheKey:
     """SHA-256 of the model's config."""
     layout: Mapping[str, object]
     """Parallel sizes, dtype, engine: what changes shapes and kernels."""
+    engine: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Versions in the engine's own environment; empty where it has none, or runs elsewhere."""
+    archives: int = ARCHIVES
 
     @property
     def digest(self) -> str:
@@ -41,12 +63,20 @@ class CacheKey:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def key_of(model: Path, layout: Mapping[str, object]) -> CacheKey:
+def key_of(
+    model: Path, layout: Mapping[str, object], *, engine_python: str | None = None
+) -> CacheKey:
     """The key on this machine, in this environment. Loads neither torch nor a driver.
 
     Args:
         model: HF folder; without a config in it the key is shared by nobody else's model either.
         layout: JSON values.
+        engine_python: interpreter of the engine's environment, which is asked for its versions:
+            most kernels are the engine's. None: it has none of its own, or runs elsewhere.
+
+    Raises:
+        OSError: if that interpreter cannot be run.
+        subprocess.SubprocessError: if it fails, or does not answer in time.
     """
     config = model / _MODEL_FILE
     content = config.read_bytes() if config.is_file() else str(model).encode()
@@ -57,6 +87,7 @@ def key_of(model: Path, layout: Mapping[str, object]) -> CacheKey:
         | {"python": platform.python_version()},
         model=hashlib.sha256(content).hexdigest(),
         layout=dict(layout),
+        engine=_versions_of(engine_python) if engine_python else {},
     )
 
 
@@ -79,6 +110,14 @@ def _field(path: Path, name: str) -> str:
         if field.strip() == name:
             return value.strip()
     return ""
+
+
+def _versions_of(python: str) -> dict[str, str]:
+    done = subprocess.run(
+        [python, "-c", _ASK, *_PACKAGES],
+        check=True, capture_output=True, timeout=stretched("readiness", _ASK_S),
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _version(package: str) -> str | None:

@@ -27,9 +27,16 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "inductor": ("TORCHINDUCTOR_CACHE_DIR",),
     "triton": ("TRITON_CACHE_DIR",),
     "sglang": ("SGLANG_CACHE_DIR",),
+    "sglang_jit": ("SGLANG_JIT_CACHE_DIR",),
     "deep_gemm": ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR"),
+    "tvm_ffi": ("TVM_FFI_CACHE_DIR",),
+    "flashinfer": ("FLASHINFER_WORKSPACE_BASE",),
+    "cuda": ("CUDA_CACHE_PATH",),
+    "numba": ("NUMBA_CACHE_DIR",),
 }
-"""Folder of each part below the root, and the variables that point a compiler at it."""
+"""Folder of each part below the root, and the variables that point a compiler at it: all that a
+server would else keep with the user (``engines.sglang.environment``). SGLang's own CUDA kernels,
+most of a first start, are in ``tvm_ffi``, those of newer versions in ``sglang_jit``."""
 
 
 def environment(root: Path) -> dict[str, str]:

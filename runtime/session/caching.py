@@ -183,7 +183,7 @@ class SessionCaches:
         publishing.discard(self.root)
 
     def _order(self, model: Path) -> CacheOrder:
-        output = self.context.spec.output
+        output, python = self.context.spec.output, self.context.spec.rollout.engine_python
         assert output.compiler_cache is not None
         return CacheOrder(
             root=self.root,
@@ -192,6 +192,7 @@ class SessionCaches:
             layout=self._layout(),
             wait_s=output.cache_wait,
             publishers=output.cache_publishers,
+            engine_python=None if python is None else str(python),
             by=f"{self.context.spec.name}, attempt {self.context.attempt.number}",
         )
 

@@ -44,6 +44,8 @@ class CacheOrder:
     wait_s: float
     publishers: int
     by: str
+    engine_python: str | None = None
+    """Interpreter of the engine's own environment, where an engine runs on the node."""
 
 
 class NodeCache:
@@ -62,7 +64,7 @@ class NodeCache:
             Exception: whatever a store or a disk comes up with; every compiler starts cold then.
         """
         order = self._order
-        self._key = key_of(order.model, order.layout)
+        self._key = key_of(order.model, order.layout, engine_python=order.engine_python)
         self._store = open_store(order.place)
         return publishing.restore(order.root, self._store, self._key, wait_s=order.wait_s)
 
@@ -183,7 +185,9 @@ class GroupCaches:
         for address, (bundle, roles) in hosts.items():
             # A trainer's node compiles other things than an engine's: they share no archive.
             layout = {**self.order.layout, "node": "+".join(roles)}
-            self._actors[address] = self._start(nodes, bundle, replace(self.order, layout=layout))
+            python = self.order.engine_python if "engine" in roles else None
+            order = replace(self.order, layout=layout, engine_python=python)
+            self._actors[address] = self._start(nodes, bundle, order)
         found: dict[str, Restored | Exception] = {}
         await self._all("restore", found)
         return found

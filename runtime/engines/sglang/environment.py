@@ -25,6 +25,7 @@ _CACHES: Mapping[str, str] = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_JIT_CACHE_DIR": "sglang-jit",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "DG_JIT_CACHE_DIR": "deep-gemm",
     "CUDA_CACHE_PATH": "cuda",

@@ -1,5 +1,7 @@
 import io
+import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -47,6 +49,31 @@ def test_what_goes_in_comes_out_and_equal_folders_are_equal_bytes(
     assert first.sha256 == second.sha256 == digest(first.path)
     assert unpack(first.path, at / "out", sha256=first.sha256) == len(files) == first.num_files
     assert tree(at / "out") == files
+
+
+@pytest.mark.parametrize("name", ["plain", 'with \u00e9 and "quotes"'])
+def test_a_list_of_files_names_them_where_they_come_out(name: str, tmp_path: Path) -> None:
+    """As Triton writes it: what the list names and is not there is compiled again."""
+    made, out = tmp_path / name, tmp_path / "elsewhere" / name
+    here = {"k.json": str(made / "KEY" / "k.json"), "k.cubin": str(made / "KEY" / "k.cubin")}
+    group = json.dumps({"child_paths": here}).encode()
+    about_others = json.dumps({"child_paths": {"x": f"{made}er/x"}}).encode()
+    code = b"\x7fELF" + str(made).encode() + b"/KEY"
+    fill(
+        made,
+        {"KEY/__grp__k.json": group, "KEY/k.json": b"{}", "KEY/k.cubin": code,
+         "OTHER/__grp__x.json": about_others},
+    )  # fmt: skip
+    packed = pack(made, tmp_path / "a")
+    shutil.rmtree(made)
+    out.parent.mkdir()
+    unpack(packed.path, out, sha256=packed.sha256)
+    found = json.loads((out / "KEY/__grp__k.json").read_text())["child_paths"]
+    assert set(found) == set(here)
+    assert [Path(path).read_bytes() for path in found.values()] == [b"{}", code]
+    assert (out / "OTHER/__grp__x.json").read_bytes() == about_others
+    # Where it lay is no part of what it is.
+    assert pack(out, tmp_path / "b").sha256 == packed.sha256
 
 
 def test_a_link_stays_out_and_what_runs_still_runs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Round trips over both stores, and everything that can go wrong without a run noticing."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,15 +196,33 @@ def test_a_cancelled_publisher_begins_nothing(tmp_path: Path) -> None:
 def test_every_part_of_the_key_makes_another_key(tmp_path: Path) -> None:
     changes = [
         {"image": "x"}, {"machine": "x"}, {"versions": {}}, {"model": "x"}, {"layout": {}},
+        {"engine": {"sglang": "1"}}, {"archives": 1},
     ]  # fmt: skip
     digests = {KEY.digest, *(replace(KEY, **change).digest for change in changes)}  # type: ignore[arg-type]
-    assert len(digests) == 6
+    assert len(digests) == 8
     (tmp_path / "config.json").write_text("{}")
     here = key_of(tmp_path, {"ranks": 1})
     assert here == key_of(tmp_path, {"ranks": 1})
     assert here.versions["torch"]
     (tmp_path / "config.json").write_text('{"layers": 2}')
     assert key_of(tmp_path, {"ranks": 1}).digest != here.digest
+
+
+def test_the_key_knows_the_versions_of_an_engine_in_an_environment_of_its_own(
+    tmp_path: Path,
+) -> None:
+    site = tmp_path / "site"
+    info = site / "sglang-0.5.99.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.99\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = key_of(tmp_path, {}, engine_python=str(python))
+    assert found.engine["sglang"] == "0.5.99"
+    assert found.digest != key_of(tmp_path, {}).digest
+    with pytest.raises(FileNotFoundError):
+        key_of(tmp_path, {}, engine_python=str(tmp_path / "gone"))
 
 
 def test_every_compiler_is_pointed_below_one_root(tmp_path: Path) -> None:
