@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from configs.load import LoadedRun
-from runtime.errors import Interrupted, Preempted, RunError, ServiceUnavailable
+from runtime.errors import Interrupted, OwnedError, Preempted, RunError, ServiceUnavailable
 from runtime.launch.image.settling import settle
 from runtime.launch.sending import sender_of
 from runtime.launch.standing import AttemptClass, AttemptStanding
@@ -58,6 +58,8 @@ def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunEr
         return Preempted(message)
     if standing.kind is AttemptClass.INTERRUPTED:
         return Interrupted(message)
+    if standing.is_turned_away:
+        return OwnedError(message)
     return RunError(message)
 
 
