@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/milepost-gpu"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run is taken along
     folder = arguments.folder / f"{arguments.layout}-{os.getpid()}"
     loaded = run_of(folder, task_of(arguments), arguments.layout)
     strike = _strike(arguments, folder)
