@@ -39,7 +39,7 @@ SAVED_AT = 5
 async def make_side(
     group: TrainerGroup, case: Case, to: Path, *, saves: bool, start: Path | None
 ) -> Side:
-    """All updates, with ``saves`` the state after ``SAVED_AT`` kept; or the last, from ``start``."""
+    """All updates, with ``saves`` the state after ``SAVED_AT`` kept; or the last from ``start``."""
     began = time.monotonic()
     await group.load(str(case.model))
     done = 0

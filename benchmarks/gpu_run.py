@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -191,12 +192,13 @@ def figures(root: RunRoot, spec: RunSpec, decisions: list[Decision]) -> dict[str
     tokens = statistics.median([v["rollout/num_tokens"] for v in rollout] or [0.0])
     seconds = _median(train, "train/elapsed_s/update")
     samples = spec.rollout.groups_per_collection * spec.rollout.samples_per_prompt
+    sent = _median([d.stages_s for d in decisions], "transfer")
     trained = tokens + samples * spec.data.max_prompt_tokens
     return {
         "samples_per_update": samples,
         "s_per_update": seconds,
         "s_per_update_all": [round(v["train/elapsed_s/update"], 3) for v in train
-                             if "train/elapsed_s/update" in v],
+                             if "train/elapsed_s/update" in v][-40:],
         "generated_tokens_per_s_per_gpu": round(tokens / seconds / gpus, 1) if seconds else None,
         "trained_tokens_per_s_per_gpu": round(trained / seconds / gpus, 1) if seconds else None,
         "mixed_policy_samples": sum(v["rollout/mixed_policy_samples"] for v in rollout),
@@ -210,6 +212,7 @@ def figures(root: RunRoot, spec: RunSpec, decisions: list[Decision]) -> dict[str
         "publications": {
             "num": len(decisions),
             "num_bytes": decisions[-1].num_bytes if decisions else 0,
+            "transfer_gb_per_s": round(decisions[-1].num_bytes / sent / 1e9, 2) if sent else None,
             "pause_s": _median([{"p": d.pause_s} for d in decisions], "p"),
             "stages_s": {
                 stage: _median([d.stages_s for d in decisions], stage)
@@ -272,6 +275,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/milepost-gpu"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run is taken along
     folder = arguments.folder / f"{arguments.layout}-{os.getpid()}"
     loaded = run_of(folder, task_of(arguments), arguments.layout)
     strike = _strike(arguments, folder)

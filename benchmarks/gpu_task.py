@@ -175,6 +175,9 @@ def of_preset(folder: Path, task: Task) -> list[str]:
 def _run_file(folder: Path, model: Path, task: Task, name: str) -> str:
     on_gpu = task.gpus > 0
     args = {**(GPU_ARGS if on_gpu and task.engine_python else {}), **task.engine_args}
+    if task.tensor > 1:
+        # Its own all-reduce asks for NVLink multicast, which a shared host may not allow.
+        args["disable_custom_all_reduce"] = True
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "bfloat16" if on_gpu else "float32"},
         "data": {
