@@ -160,11 +160,12 @@ class Bench:
         shutil.rmtree(warm, ignore_errors=True)
         if not self.restored(warm, store, key):
             cold = self.folder / "cold"
-            shutil.rmtree(cold, ignore_errors=True)
+            for old in (cold, self.folder / "gone"):
+                shutil.rmtree(old, ignore_errors=True)
             self.tell(cold=self.started("cold", cold, model))
             self.published(cold, store, key)
             # What names a file by its whole path must not find it there any more.
-            shutil.rmtree(cold)
+            shutil.rmtree(cold.rename(self.folder / "gone"), ignore_errors=True)
             shutil.rmtree(warm, ignore_errors=True)
             self.restored(warm, store, key)
         before = files(warm)

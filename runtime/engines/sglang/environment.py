@@ -10,6 +10,7 @@ from pathlib import Path
 
 import platformdirs
 
+from runtime.caches import ninja
 from runtime.engines.sglang.settings import SglangSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,6 +59,7 @@ def server_environment(
             env[name] = str(caches / folder)
     env.update(
         PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
+        PATH=ninja.put_first(private / "bin", env.get("PATH", os.defpath)),
         PYTHONUNBUFFERED="1",
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",
