@@ -9,7 +9,6 @@ server has asked for just what was built, by the same versions for the same mach
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from runtime.checkpoints.files import digest
@@ -47,9 +46,8 @@ def mark(root: Path) -> int:
     return num_marked
 
 
-def put_first(folder: Path, path: str) -> str:
-    """Write the ``ninja`` that knows the mark into ``folder``; the ``PATH`` that has it first."""
+def write_guard(folder: Path) -> None:
+    """Write the ``ninja`` that knows the mark; ``folder`` is to come first on the ``PATH``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ninja").write_text(_GUARD)
     (folder / "ninja").chmod(0o755)
-    return os.pathsep.join(filter(None, (str(folder), path)))

@@ -23,8 +23,8 @@ class Compiler:
 
     def __init__(self, tmp_path: Path) -> None:
         self.log = tmp_path / "built"
-        path = ninja.put_first(tmp_path / "bin", os.environ["PATH"])
-        self.env = os.environ | {"PATH": path}
+        ninja.write_guard(tmp_path / "bin")
+        self.env = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def asks_for(self, folder: Path, *, rule: str = BUILD) -> str:
         folder.mkdir(parents=True, exist_ok=True)
