@@ -26,7 +26,13 @@ if [ -f "$folder/{MARK}" ] && (cd "$folder" && sha256sum --status -c {MARK}) 2>/
   echo "ninja: no work to do."
   exit 0
 fi
-PATH=${{PATH#*:}}
+rest=
+IFS=:
+for place in $PATH; do
+  [ "$place" = "${{0%/*}}" ] || rest=${{rest:+$rest:}}$place
+done
+unset IFS
+PATH=$rest
 exec ninja "$@"
 """
 

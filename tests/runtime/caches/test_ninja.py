@@ -12,7 +12,7 @@ from runtime.caches.archive import pack, unpack
 
 BUILD = """\
 rule cc
-  command = cp $in $out && echo built >> {log}
+  command = compile $in $out && echo built >> {log}
 build {folder}/k.so: cc {folder}/main.cpp
 """
 pytestmark = pytest.mark.skipif(shutil.which("ninja") is None, reason="there is no ninja")
@@ -24,7 +24,11 @@ class Compiler:
     def __init__(self, tmp_path: Path) -> None:
         self.log = tmp_path / "built"
         ninja.write_guard(tmp_path / "bin")
-        self.env = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        # Something else may come before it, and must not be lost on the way to the real one.
+        (tmp_path / "tools").mkdir()
+        (tmp_path / "tools" / "compile").symlink_to(shutil.which("cp") or "")
+        places = (str(tmp_path / "tools"), str(tmp_path / "bin"), os.environ["PATH"])
+        self.env = os.environ | {"PATH": os.pathsep.join(places)}
 
     def asks_for(self, folder: Path, *, rule: str = BUILD) -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +65,11 @@ def test_what_was_built_is_not_built_again_where_it_is_restored(tmp_path: Path) 
     assert pack(out, tmp_path / "b").sha256 == packed.sha256
 
     # The real ninja has its say where something else is asked for, or the library is damaged.
-    compiler.asks_for(out / "deep" / "k", rule=BUILD.replace("cp ", "cp -f "))
+    compiler.asks_for(out / "deep" / "k", rule=BUILD.replace("compile ", "compile -f "))
     assert compiler.builds() == 2
-    assert "no work" in compiler.asks_for(out / "deep" / "k", rule=BUILD.replace("cp ", "cp -f "))
+    assert "no work" in compiler.asks_for(
+        out / "deep" / "k", rule=BUILD.replace("compile ", "compile -f ")
+    )
 
 
 def test_a_damaged_library_or_a_folder_without_one_is_built(tmp_path: Path) -> None:
