@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ rule cc
   command = compile $in $out && echo built >> {log}
 build {folder}/k.so: cc {folder}/main.cpp
 """
-pytestmark = pytest.mark.skipif(shutil.which("ninja") is None, reason="there is no ninja")
+# Beside the interpreter, as packages put it: that folder is on no PATH where pytest is run by path.
+PLACES = (sysconfig.get_path("scripts"), *os.get_exec_path())
+NINJA = shutil.which("ninja", path=os.pathsep.join(PLACES))
+pytestmark = pytest.mark.skipif(NINJA is None, reason="no ninja (pip install -e '.[dev]')")
 
 
 class Compiler:
@@ -27,7 +31,7 @@ class Compiler:
         # Something else may come before it, and must not be lost on the way to the real one.
         (tmp_path / "tools").mkdir()
         (tmp_path / "tools" / "compile").symlink_to(shutil.which("cp") or "")
-        places = (str(tmp_path / "tools"), str(tmp_path / "bin"), os.environ["PATH"])
+        places = (str(tmp_path / "tools"), str(tmp_path / "bin"), *PLACES)
         self.env = os.environ | {"PATH": os.pathsep.join(places)}
 
     def asks_for(self, folder: Path, *, rule: str = BUILD) -> str:
