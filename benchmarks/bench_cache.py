@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def one_round(model: Path, folder: Path) -> dict[str, Any]:
     restored = restore(folder / "warm", store, key, wait_s=60.0)
     restore_s = time.perf_counter() - began
     assert set(restored.parts) == {report.part for report in reports}
+    shutil.rmtree(folder / "cold")  # a path that somebody wrote down leads nowhere now
     warm = timed(model, folder / "warm")
     return {
         "cold": cold,

@@ -160,11 +160,12 @@ class Bench:
         shutil.rmtree(warm, ignore_errors=True)
         if not self.restored(warm, store, key):
             cold = self.folder / "cold"
-            shutil.rmtree(cold, ignore_errors=True)
+            for old in (cold, self.folder / "gone"):
+                shutil.rmtree(old, ignore_errors=True)
             self.tell(cold=self.started("cold", cold, model))
             self.published(cold, store, key)
             # What names a file by its whole path must not find it there any more.
-            shutil.rmtree(cold)
+            shutil.rmtree(cold.rename(self.folder / "gone"), ignore_errors=True)
             shutil.rmtree(warm, ignore_errors=True)
             self.restored(warm, store, key)
         before = files(warm)
@@ -239,12 +240,11 @@ class Bench:
             finally:
                 compilers = watch.stop()
                 owner.stop()
-        if trainer.returncode != 0:
-            raise SystemExit(f"the trainer exited with {trainer.returncode}")
+        lines = output.splitlines() if trainer.returncode == 0 else []
         return {
             "server_first_token_s": round(ended[0] - began, 1),
             "trainer_process_s": round(trainer_s, 1),
-            "trainer": json.loads(output.splitlines()[-1]),
+            "trainer": json.loads(lines[-1]) if lines else f"exited with {trainer.returncode}",
             "compilers": compilers,
             "files": len(files(root)),
             "bytes": sum(size for size, _ in files(root).values()),

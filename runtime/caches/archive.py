@@ -16,11 +16,12 @@ import shutil
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Self, cast
 
 import pyarrow as pa
 
+from runtime.caches import ninja
 from runtime.checkpoints.files import digest
 from runtime.errors import StoreError
 from runtime.rundir import atomic
@@ -32,9 +33,9 @@ MAX_GROWTH = 200
 """Unpacked bytes for each packed one, past ``FREE_BYTES``: kernels pack to a fifth, zeros to
 nothing."""
 FREE_BYTES = 64 << 20
-NAMES_PATHS = "__grp__"
-"""How files begin that name others by their whole path: Triton's lists of what one kernel is. A
-path that is not there is a kernel that is compiled again."""
+NAME_PATHS = ("__grp__*", ninja.BUILD_FILE)
+"""Files that name others by their whole path: Triton's lists of what a kernel is, where a path that
+is not there is a kernel that is compiled again, and what ninja was told."""
 _MAX_PATHS = 64 << 10
 _FOLDER = b"@FOLDER@/"
 _MAX_HEADER = 64 << 10
@@ -90,7 +91,7 @@ def pack(folder: Path, to: Path) -> Packed:
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue
-            if path.name.startswith(NAMES_PATHS):
+            if _names_paths(path) and len(content) <= _MAX_PATHS:
                 content = content.replace(_prefix(folder), _FOLDER)
             info = tarfile.TarInfo(path.relative_to(folder).as_posix())
             info.size = len(content)
@@ -120,6 +121,7 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
     try:
         with atomic.disk_full_as_error(to):
             num_files = _extract(archive, staging, lies_in=to)
+            ninja.mark(staging)
             staging.rename(to)
     except (
         tarfile.TarError, EOFError, pa.ArrowInvalid,
@@ -156,7 +158,7 @@ def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
             target = to / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb") as file:
-                if name.name.startswith(NAMES_PATHS) and member.size <= _MAX_PATHS:
+                if _names_paths(name) and member.size <= _MAX_PATHS:
                     file.write(content.read().replace(_FOLDER, _prefix(lies_in)))
                 else:
                     shutil.copyfileobj(content, file)
@@ -164,12 +166,16 @@ def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
     return num_files
 
 
+def _names_paths(path: PurePath) -> bool:
+    return any(path.match(pattern) for pattern in NAME_PATHS)
+
+
 def _prefix(folder: Path) -> bytes:
-    """How a path below ``folder`` begins, inside a string of JSON."""
+    """How a path below ``folder`` begins, inside a string of JSON; elsewhere where it is plain."""
     return json.dumps(f"{folder}/")[1:-1].encode()
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and path.name != ninja.MARK:
             yield path

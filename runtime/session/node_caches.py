@@ -143,6 +143,20 @@ def hosts_of(nodes: Nodes, *, trainer_ranks: int, engines: int) -> dict[str, tup
     return {address: host for address, host in found.items() if host[1]}
 
 
+def order_on(order: CacheOrder, roles: list[str]) -> CacheOrder:
+    """The order of a host: a trainer's compiles other things than an engine's, and shares none.
+
+    Args:
+        order: of the group.
+        roles: of the host; without ``engine`` it need not have the engine's interpreter.
+    """
+    return replace(
+        order,
+        layout={**order.layout, "node": "+".join(roles)},
+        engine_python=order.engine_python if "engine" in roles else None,
+    )
+
+
 @asynccontextmanager
 async def once(
     is_so: Callable[[], bool], act: Callable[[], Awaitable[None]]
@@ -183,11 +197,7 @@ class GroupCaches:
         """
         hosts = hosts_of(nodes, trainer_ranks=trainer_ranks, engines=engines)
         for address, (bundle, roles) in hosts.items():
-            # A trainer's node compiles other things than an engine's: they share no archive.
-            layout = {**self.order.layout, "node": "+".join(roles)}
-            python = self.order.engine_python if "engine" in roles else None
-            order = replace(self.order, layout=layout, engine_python=python)
-            self._actors[address] = self._start(nodes, bundle, order)
+            self._actors[address] = self._start(nodes, bundle, order_on(self.order, roles))
         found: dict[str, Restored | Exception] = {}
         await self._all("restore", found)
         return found

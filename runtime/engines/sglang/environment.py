@@ -10,6 +10,7 @@ from pathlib import Path
 
 import platformdirs
 
+from runtime.caches import ninja
 from runtime.engines.sglang.settings import SglangSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,11 +36,15 @@ _CACHES: Mapping[str, str] = {
 
 
 def make_private(folder: Path) -> None:
-    """Make a fresh folder for one incarnation: module cache, temporary files, plugin metadata."""
+    """Make a fresh folder for one incarnation.
+
+    Module cache, temporary files, plugin metadata, and the ``ninja`` that knows what was restored.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     info = folder / "plugins" / f"{_PLUGIN}-1.dist-info"
     for path in (info, folder / "modules", folder / "tmp"):
         path.mkdir(parents=True)
+    ninja.write_guard(folder / "bin")
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
 
@@ -58,6 +63,7 @@ def server_environment(
             env[name] = str(caches / folder)
     env.update(
         PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
+        PATH=os.pathsep.join((str(private / "bin"), env.get("PATH", os.defpath))),
         PYTHONUNBUFFERED="1",
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,8 +108,15 @@ def test_a_server_gets_a_private_module_cache_one_root_for_kernels_and_our_keepa
     settings = SglangSettings(
         model_path="/m", python="/p", waiting_timeout_s=5.0, cache_root=str(tmp_path / "kernels")
     )
-    given_env = {"PYTHONPATH": "/site", "VIRTUAL_ENV": "/v", "CUDA_VISIBLE_DEVICES": "3"}
+    given_env = {
+        "PYTHONPATH": "/site", "VIRTUAL_ENV": "/v", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/bin",
+    }  # fmt: skip
+    make_private(tmp_path / "private")
     env = server_environment(settings, tmp_path / "private", given_env)
+
+    # What came out of an archive of caches is known to the first ninja there is.
+    assert shutil.which("ninja", path=env["PATH"]) == str(tmp_path / "private" / "bin" / "ninja")
+    assert env["PATH"].endswith(f"{os.pathsep}/bin")
 
     assert env["HF_MODULES_CACHE"].startswith(str(tmp_path / "private"))
     assert env["TRITON_CACHE_DIR"] == str(tmp_path / "kernels" / "triton")

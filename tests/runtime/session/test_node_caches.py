@@ -18,7 +18,7 @@ from runtime.rundir.receipts import read_receipt
 from runtime.session import node_caches
 from runtime.session.caching import SessionCaches
 from runtime.session.deadman import Switch
-from runtime.session.node_caches import CacheOrder, GroupCaches, hosts_of, once
+from runtime.session.node_caches import CacheOrder, GroupCaches, hosts_of, once, order_on
 from runtime.session.nodes import Node, Nodes
 from runtime.session.scratch import private_folder
 from runtime.telemetry.recorder import Recorder
@@ -40,6 +40,17 @@ def test_each_host_is_asked_once_for_what_compiles_there() -> None:
     }
     one = Nodes(nodes=(node("a"), node("a")))
     assert hosts_of(one, trainer_ranks=1, engines=1) == {"a": (0, ["engine", "trainer"])}
+
+
+def test_an_engines_interpreter_is_asked_on_its_own_hosts_alone(tmp_path: Path) -> None:
+    order = CacheOrder(
+        root=tmp_path, place=tmp_path, model=tmp_path, layout={"dtype": "float32"},
+        wait_s=1.0, publishers=1, by="t", engine_python="/sglang/python",
+    )  # fmt: skip
+    served, trained = order_on(order, ["engine", "trainer"]), order_on(order, ["trainer"])
+    assert (served.engine_python, trained.engine_python) == ("/sglang/python", None)
+    assert served.layout == {"dtype": "float32", "node": "engine+trainer"}
+    assert trained.layout != served.layout
 
 
 async def test_what_is_so_from_the_start_is_acted_on_once() -> None:

@@ -1,0 +1,59 @@
+"""Kernels that ninja built, and that came out of an archive: why they are not built again.
+
+Ninja goes by times to the nanosecond, and by commands with whole paths in them; neither is the same
+in another folder. So what was restored is marked with digests of its build file and libraries, and
+a ``ninja`` that comes first on a server's ``PATH`` has nothing to do where they still hold: the
+server has asked for just what was built, by the same versions for the same machine
+(``caches.key``). Any other build file, and any other folder, goes to the real ninja.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.checkpoints.files import digest
+
+BUILD_FILE = "build.ninja"
+MARK = ".restored"
+_GUARD = f"""\
+#!/bin/sh
+folder=. last=
+for word; do
+  [ "$last" = -C ] && folder=$word
+  last=$word
+done
+if [ -f "$folder/{MARK}" ] && (cd "$folder" && sha256sum --status -c {MARK}) 2>/dev/null; then
+  echo "ninja: no work to do."
+  exit 0
+fi
+rest=
+IFS=:
+for place in $PATH; do
+  [ "$place" = "${{0%/*}}" ] || rest=${{rest:+$rest:}}$place
+done
+unset IFS
+PATH=$rest
+exec ninja "$@"
+"""
+
+
+def mark(root: Path) -> int:
+    """Mark every folder below ``root`` that ninja built something in; returns how many.
+
+    A folder whose build left no library is not marked.
+    """
+    num_marked = 0
+    for build in root.rglob(BUILD_FILE):
+        built = sorted(build.parent.glob("*.so"))
+        if built:
+            lines = [f"{digest(path)}  {path.name}\n" for path in (build, *built)]
+            (build.parent / MARK).write_text("".join(lines))
+            num_marked += 1
+    return num_marked
+
+
+def write_guard(folder: Path) -> None:
+    """Write the ``ninja`` that knows the mark; ``folder`` is to come first on the ``PATH``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ninja").write_text(_GUARD)
+    (folder / "ninja").chmod(0o755)

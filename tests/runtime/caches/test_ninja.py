@@ -1,0 +1,90 @@
+"""A library that a real ninja built, packed and brought up elsewhere."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from runtime.caches import ninja
+from runtime.caches.archive import pack, unpack
+
+BUILD = """\
+rule cc
+  command = compile $in $out && echo built >> {log}
+build {folder}/k.so: cc {folder}/main.cpp
+"""
+# Beside the interpreter, as packages put it: that folder is on no PATH where pytest is run by path.
+PLACES = (sysconfig.get_path("scripts"), *os.get_exec_path())
+NINJA = shutil.which("ninja", path=os.pathsep.join(PLACES))
+pytestmark = pytest.mark.skipif(NINJA is None, reason="no ninja (pip install -e '.[dev]')")
+
+
+class Compiler:
+    """As servers do it: writes its files where they differ, and lets ninja decide."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.log = tmp_path / "built"
+        ninja.write_guard(tmp_path / "bin")
+        # Something else may come before it, and must not be lost on the way to the real one.
+        (tmp_path / "tools").mkdir()
+        (tmp_path / "tools" / "compile").symlink_to(shutil.which("cp") or "")
+        places = (str(tmp_path / "tools"), str(tmp_path / "bin"), *PLACES)
+        self.env = os.environ | {"PATH": os.pathsep.join(places)}
+
+    def asks_for(self, folder: Path, *, rule: str = BUILD) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (
+            ("main.cpp", "int one;"),
+            (ninja.BUILD_FILE, rule.format(folder=folder, log=self.log)),
+        ):
+            if not (folder / name).exists() or (folder / name).read_text() != text:
+                (folder / name).write_text(text)
+        done = subprocess.run(
+            ["ninja", "-v", "-C", str(folder), "-f", str(folder / ninja.BUILD_FILE)],
+            env=self.env, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout
+
+    def builds(self) -> int:
+        return len(self.log.read_text().splitlines())
+
+
+def test_what_was_built_is_not_built_again_where_it_is_restored(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    made, out = tmp_path / "one" / "part", tmp_path / "another" / "part"
+    compiler.asks_for(made / "deep" / "k")
+    assert "no work" in compiler.asks_for(made / "deep" / "k")
+    packed = pack(made, tmp_path / "a")
+    shutil.rmtree(made)
+    out.parent.mkdir()
+    unpack(packed.path, out, sha256=packed.sha256)
+    assert compiler.builds() == 1
+
+    assert "no work" in compiler.asks_for(out / "deep" / "k")
+    assert compiler.builds() == 1
+    # Archives are alike wherever they are made.
+    assert pack(out, tmp_path / "b").sha256 == packed.sha256
+
+    # The real ninja has its say where something else is asked for, or the library is damaged.
+    compiler.asks_for(out / "deep" / "k", rule=BUILD.replace("compile ", "compile -f "))
+    assert compiler.builds() == 2
+    assert "no work" in compiler.asks_for(
+        out / "deep" / "k", rule=BUILD.replace("compile ", "compile -f ")
+    )
+
+
+def test_a_damaged_library_or_a_folder_without_one_is_built(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    compiler.asks_for(tmp_path / "in" / "k")
+    compiler.asks_for(tmp_path / "in" / "bare")
+    (tmp_path / "in" / "bare" / "k.so").unlink()
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    (tmp_path / "out" / "k" / "k.so").write_text("torn")
+    for name in ("k", "bare"):
+        compiler.asks_for(tmp_path / "out" / name)
+        assert (tmp_path / "out" / name / "k.so").read_text() == "int one;"
+    assert compiler.builds() == 4
