@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.trainer_timeline import timeline
-from benchmarks.trainer_variants import Variants, gap, in_turn
+from benchmarks.trainer_variants import COPIED, Variants, gap, in_turn
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch
 from runtime.trainer.settings import LossSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
@@ -243,7 +244,7 @@ class Bench:
 
     def variants(self) -> dict[str, Any]:
         """Ways to score and to step, in turn; figures of the trainer's own way come first."""
-        torch._dynamo.config.recompile_limit = 64  # pyright: ignore  # each variant is a graph
+        torch._dynamo.config.recompile_limit = 64  # each variant is a graph
         size = 256 if self.arguments.tiny else 8192
         one = self.trainer()
         sequences = make_sequences(self.lengths, self.config.vocab_size)
@@ -257,19 +258,25 @@ class Bench:
         timed(step, 2)
         ways = Variants(one, sequences, step, has_gpu=self.device == "cuda")
         flop = flop_of_pass(self.config, self.lengths)
-        found: dict[str, Any] = {"case": "variants", "timeline": {}}
-        scoring = ways.scoring()
-        old = scoring["weights and values copied"]
-        for name, call in {"score": ways.score, "score, copied": old, "step": step}.items():
-            found["timeline"][name] = timeline(call, group_of)
-        turns = [("score", scoring, flop, 40.0), ("step", ways.stepping(), 3 * flop, 25.0)]
-        for name, calls, cost, budget_s in turns:
-            if name == "score":  # at weights that no step changes between two of them
-                wanted = ways.score()
-                found["gap_to_now"] = {
-                    way: gap(_tried(call), wanted) for way, call in calls.items()
-                }
-            found[name] = in_turn(
+        scoring, wanted = ways.scoring(), ways.score()
+        found: dict[str, Any] = {
+            "case": "variants",
+            "gap_to_now": {name: gap(_tried(call), wanted) for name, call in scoring.items()},
+            "timeline": {},
+        }
+        print(json.dumps(found), flush=True)  # as it comes: a later part may not
+        looked_at = {"score": ways.score, "score, copied": scoring[COPIED], "step": step}
+        for name, call in looked_at.items():
+            made = _tried(partial(timeline, call, group_of))
+            found["timeline"][name] = made if isinstance(made, dict) else {"error": repr(made)}
+            print(json.dumps({f"timeline {name}": found["timeline"][name]}), flush=True)
+        turns = {
+            "score": (scoring, flop, 40.0),
+            "step": (ways.stepping(), 3 * flop, 25.0),
+            "device": ({"recorded graph": ways.replay}, flop, 5.0),  # last: may spoil the rest
+        }
+        for kind, (calls, cost, budget_s) in turns.items():
+            found[kind] = in_turn(
                 calls,
                 timed,
                 lambda: matmul_rate(self.device, size, 10),
@@ -277,6 +284,7 @@ class Bench:
                 rounds=self.arguments.steps,
                 budget_s=budget_s,
             )
+            print(json.dumps({kind: found[kind]}), flush=True)
         ways.drop_graph()
         one.stop()
         return found
@@ -382,7 +390,7 @@ class Bench:
 def _tried(call: Callable[[], object]) -> object:
     try:
         return call()
-    except Exception as exc:  # noqa: BLE001  # an experiment; said again where it is timed
+    except Exception as exc:  # an experiment; said again where it is timed
         return exc
 
 
@@ -418,10 +426,10 @@ def show(found: dict[str, Any]) -> str:
 
 def _show_variants(case: dict[str, Any]) -> list[str]:
     lines: list[str] = []
-    for kind in ("score", "step"):
+    for kind in ("score", "step", "device"):
         for name, row in case[kind].items():
             away = case["gap_to_now"].get(name) if kind == "score" else None
-            lines.append(f"{kind:>6} {name:<26} {row} gap {away}")
+            lines.append(f"{kind:>7} {name:<26} {row} gap {away}")
     for name, line in case["timeline"].items():
         short = {k: v for k, v in line.items() if k not in ("kernels", "gaps")}
         lines.append(f"timeline {name}: {short}")

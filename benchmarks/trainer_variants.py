@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.head import chunked_logprobs
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.update import Machinery
+
+COPIED = "weights and values copied"
 
 Call = Callable[[], object]
 Timed = Callable[[Call, int], list[float]]
@@ -55,19 +58,25 @@ class Variants:
         """By name; the first is what all others are compared with."""
         return {
             "now": self.score,
-            "weights and values copied": self._with(weights=False, values=False),
+            COPIED: self._with(weights=False, values=False),
             "values copied": self._with(weights=True, values=False),
             "chunk 2048": self._in_chunks(2048),
             "chunk 8192": self._in_chunks(8192),
             "cublaslt": self._by_cublaslt(self.score),
             "two streams": self._on_two_streams,
             "two rows": self._in_two_rows,
-            "graph, device only": self._replay,
+            "rotation, 2 warps": self._with_warps(2, self.score),
+            "rotation, 8 warps": self._with_warps(8, self.score),
         }
 
     def stepping(self) -> dict[str, Call]:
         """The same for a whole step."""
-        return {"now": self._step, "cublaslt": self._by_cublaslt(self._step)}
+        return {
+            "now": self._step,
+            "cublaslt": self._by_cublaslt(self._step),
+            "rotation, 2 warps": self._with_warps(2, self._step),
+            "rotation, 8 warps": self._with_warps(8, self._step),
+        }
 
     def _with(self, *, weights: bool, values: bool) -> Call:
         def call() -> object:
@@ -105,6 +114,23 @@ class Variants:
 
         return call
 
+    def _with_warps(self, count: int, action: Call) -> Call:
+        """Another number of warps in the kernels that norm and rotate queries and keys."""
+
+        def call() -> object:
+            if not self._has_gpu:
+                return action()
+            from runtime.trainer.torch import rotary_kernels
+
+            before = rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS
+            rotary_kernels.FORWARD_WARPS = rotary_kernels.BACKWARD_WARPS = count
+            try:
+                return action()
+            finally:
+                rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS = before
+
+        return call
+
     def _rows(self, bins: list[Bin]) -> list[PackedRow]:
         everyone = range(len(self.sequences))
         packed = self.machinery.packer.packed(bins, self.sequences, everyone)
@@ -119,7 +145,7 @@ class Variants:
     def _in_two_rows(self) -> list[NDArray[np.float32]]:
         """Half the rows at a time, one stream: what the shorter products cost by themselves."""
         scorer = self.machinery.weights.scorer
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # pyright: ignore
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             found = [scorer(row)[0] for row in self._halves()]
         return [logprob.cpu().numpy() for logprob in found]
 
@@ -138,7 +164,7 @@ class Variants:
             with lane.enter():
                 hidden.append(base.embed_tokens(row.token_T[None]))
                 rotations.append(base.rotary_emb(hidden[-1], row.position_T[None]))
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # pyright: ignore
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             for layer in base.layers:
                 for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
                     with lane.enter():
@@ -158,7 +184,7 @@ class Variants:
         return [logprob.cpu().numpy() for logprob in found]
 
     @torch.no_grad()
-    def _replay(self) -> object:
+    def replay(self) -> object:
         """The model's pass as one recorded graph: no host, no packing, results left on the GPU."""
         if not self._has_gpu:
             return None
@@ -225,44 +251,53 @@ def in_turn(
         anchor: FLOP/s of the product.
         flop: model FLOP of a call.
         rounds: how often each has its turn; fewer when ``budget_s`` is over.
-        budget_s: for all, first calls (which compile) left out.
+        budget_s: for all, first calls (which may compile) left out.
 
     Returns:
         By name: ``ms``, ``min``, ``over_matmul`` (median over rounds of the share of that round's
-        anchor), ``matmul``, ``against_first`` (ms of the same rounds), ``cold_s``; or ``error``.
+        anchor), ``matmul``, ``against_first`` (ms, in the same rounds); or ``error``.
     """
-    found: dict[str, Any] = {}
-    ms: dict[str, list[float]] = {}
-    rates: dict[str, list[float]] = {}
+    found: dict[str, Any] = {name: {} for name in calls}
+    ms: dict[str, list[float]] = {name: [] for name in calls}
+    rates: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
-        try:
-            start = time.perf_counter()
-            timed(call, 1)
-            found[name] = {"cold_s": round(time.perf_counter() - start, 1)}
-            timed(call, 2)
-            ms[name], rates[name] = [], []
-        except Exception as exc:  # noqa: BLE001  # an experiment may fail in any way
-            found[name] = {"error": f"{type(exc).__name__}: {exc}"[:400]}
+        _or_error(partial(timed, call, 3), found[name])
     began = time.perf_counter()
     for turn in range(rounds):
         if turn and time.perf_counter() - began > budget_s:
             break
-        for name in list(ms):
-            rates[name].append(anchor())
-            ms[name].append(statistics.median(timed(calls[name], 4)))
+        for name, call in calls.items():
+            rate = anchor()
+            taken = _or_error(partial(timed, call, 4), found[name])
+            if taken is not None:
+                rates[name].append(rate)
+                ms[name].append(statistics.median(taken))
     first = next(iter(calls))
     for name, taken in ms.items():
+        if not taken:
+            continue
         shares = [flop / t * 1e3 / r for t, r in zip(taken, rates[name], strict=True)]
-        less = [t - f for t, f in zip(taken, ms.get(first, taken), strict=True)]
+        less = [t - f for t, f in zip(taken, ms[first], strict=False)]
         found[name] |= {
             "ms": round(statistics.median(taken), 2),
             "min": round(min(taken), 2),
             "over_matmul": round(statistics.median(shares), 4),
             "matmul": round(statistics.median(rates[name]) / 1e12, 1),
-            "against_first": round(statistics.median(less), 2),
+            "against_first": round(statistics.median(less), 2) if less else 0.0,
             "rounds": len(taken),
         }
     return found
+
+
+def _or_error(action: Callable[[], list[float]], found: dict[str, Any]) -> list[float] | None:
+    """Once a way failed it is not tried again."""
+    if "error" in found:
+        return None
+    try:
+        return action()
+    except Exception as exc:  # an experiment may fail in any way
+        found["error"] = f"{type(exc).__name__}: {exc}"[:400]
+        return None
 
 
 def gap(found: object, wanted: object) -> float | None:
