@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -145,7 +145,7 @@ class Variants:
     def _in_two_rows(self) -> list[NDArray[np.float32]]:
         """Half the rows at a time, one stream: what the shorter products cost by themselves."""
         scorer = self.machinery.weights.scorer
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with _one_graph_a_shape():
             found = [scorer(row)[0] for row in self._halves()]
         return [logprob.cpu().numpy() for logprob in found]
 
@@ -164,7 +164,7 @@ class Variants:
             with lane.enter():
                 hidden.append(base.embed_tokens(row.token_T[None]))
                 rotations.append(base.rotary_emb(hidden[-1], row.position_T[None]))
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with _one_graph_a_shape():
             for layer in base.layers:
                 for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
                     with lane.enter():
@@ -209,6 +209,12 @@ class Variants:
     def drop_graph(self) -> None:
         """Free what the recorded graph holds."""
         self._graph = self._graph_out = self._graph_row = None
+
+
+def _one_graph_a_shape() -> AbstractContextManager[None]:
+    """Rows of another length get a graph of their own, as good as that of the first length."""
+    config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    return config.patch(automatic_dynamic_shapes=False)
 
 
 class _Lane:
