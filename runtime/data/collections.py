@@ -27,6 +27,7 @@ from runtime.rundir.atomic import disk_full_as_error, draft, point
 from runtime.trainer import protocol as trainer
 
 _KEY = b"milepost"
+_NO_TEACHER = TeacherScores(0, b"", b"").arrays(0)
 _SCHEMA = pa.schema(
     [
         # Whose sample it is. Prompt columns repeat within a group; compression makes that cheap.
@@ -151,32 +152,36 @@ def to_sequences(
             f"for groups of {[len(g.samples) for g in collection.groups]}"
         )
     return tuple(
-        _sequence(g, group, sample, advantage)
+        sequence
         for g, (group, of_group) in enumerate(zip(collection.groups, advantages, strict=True))
-        for sample, advantage in zip(group.samples, of_group, strict=True)
+        for sequence in _sequences(g, group, of_group)
     )
 
 
-def _sequence(position: int, group: Group, sample: Sample, advantage: float) -> trainer.Sequence:
-    num_tokens = len(sample.token_ids)
-    mask = (1.0,) * num_tokens if sample.loss_mask is None else sample.loss_mask
-    is_unrewarded = all(s.reward is None for s in group.samples)
-    teacher = TeacherScores(0, b"", b"") if sample.teacher is None else sample.teacher
-    of_teacher = teacher.arrays(num_tokens if sample.teacher is not None else 0)
-    return trainer.Sequence(
-        tokens=np.asarray(group.prompt.token_ids + sample.token_ids, np.int32),
-        prompt_len=len(group.prompt.token_ids),
-        logprobs=np.asarray(sample.logprobs, np.float32),
-        mask=np.asarray(mask, np.float32),
-        advantage=advantage,
-        span_ends=np.asarray([span.end for span in sample.spans], np.int32),
-        span_updates=np.asarray([span.policy.update for span in sample.spans], np.int32),
-        prefill_update=sample.prefill.update,
-        group=position,
-        is_equal=is_unrewarded or group.is_equal,
-        teacher_logprobs=of_teacher[0],
-        teacher_ids=of_teacher[1],
-    )
+def _sequences(
+    position: int, group: Group, advantages: Sequence[float]
+) -> Iterator[trainer.Sequence]:
+    is_equal = all(s.reward is None for s in group.samples) or group.is_equal
+    prompt = group.prompt.token_ids
+    for sample, advantage in zip(group.samples, advantages, strict=True):
+        num_tokens = len(sample.token_ids)
+        of_teacher = _NO_TEACHER if sample.teacher is None else sample.teacher.arrays(num_tokens)
+        yield trainer.Sequence(
+            tokens=np.array(prompt + sample.token_ids, np.int32),
+            prompt_len=len(prompt),
+            logprobs=np.array(sample.logprobs, np.float32),
+            mask=np.ones(num_tokens, np.float32)
+            if sample.loss_mask is None
+            else np.array(sample.loss_mask, np.float32),
+            advantage=advantage,
+            span_ends=np.array([span.end for span in sample.spans], np.int32),
+            span_updates=np.array([span.policy.update for span in sample.spans], np.int32),
+            prefill_update=sample.prefill.update,
+            group=position,
+            is_equal=is_equal,
+            teacher_logprobs=of_teacher[0],
+            teacher_ids=of_teacher[1],
+        )
 
 
 def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, Any]:
