@@ -43,7 +43,7 @@ def make_actor(
     epoch: int,
     on_start: Callable[[], object] | None,
 ) -> Any:
-    """Ask Ray for the actor of one rank; an actor handle, which may not have started yet.
+    """Ask Ray for the actor of one rank; its handle comes before the actor runs.
 
     It is never restarted, and no call of it repeated, by Ray itself.
     """
