@@ -26,9 +26,11 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
     core = spec.core
     if core.backend == "megatron":
         yield "core.backend", core.backend, "the Megatron Core backend"
-    for size in ("tensor", "pipeline", "context", "expert"):
+        if core.context > 1:
+            yield "core.context", core.context, "context-parallel with this backend"
+    for size in ("tensor", "pipeline", "expert"):
         if getattr(core, size) > 1:
-            yield f"core.{size}", getattr(core, size), "parallelism other than data-parallel"
+            yield f"core.{size}", getattr(core, size), "parallelism other than data and context"
     if core.backend == "torch" and core.attention_backend in ("flash_3", "flash_4"):
         yield "core.attention_backend", core.attention_backend, "kernels other than torch's own"
     if core.routing_replay:

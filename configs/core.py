@@ -34,7 +34,9 @@ class Core(Section):
     pipeline: int = Field(default=1, ge=1)
     """Pipeline-parallel size of the trainer (megatron)."""
     context: int = Field(default=1, ge=1)
-    """Context-parallel size: ranks that share one sequence."""
+    """Context-parallel size: neighbouring ranks that share each packed row. Each has a slice of its
+    tokens, and for attention a slice of the heads, so it divides the model's heads and key/value
+    heads (torch)."""
     expert: int = Field(default=1, ge=1)
     """Expert-parallel size, within data x tensor x context (MoE, megatron)."""
     data: int | None = Field(default=None, ge=1)
@@ -44,7 +46,8 @@ class Core(Section):
     settled by cluster profile or GPU. Torch chooses the trainer's kernel among what there is,
     the engine its own (`rollout.engine_args`)."""
     max_tokens_per_gpu: int = Field(default=16384, ge=1)
-    """Tokens of a packed micro-batch per rank; with `context` > 1 a sequence may fill several."""
+    """Tokens of a packed row per rank; a row, and so a sequence, may have `context` times as many.
+    """
     packing: Literal["tokens", "flops", "expert_aware"] = "tokens"
     """What is balanced over data ranks when sequences are packed."""
     activation_checkpointing: bool = True

@@ -79,6 +79,7 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
         engine_weights_bytes_per_gpu=_served(spec, shape) * per_value // spec.rollout.tensor,
         kv_bytes_per_token=shape.kv_bytes_per_token(per_value),
         assumptions=[
+            *_shared_rows(topology),
             "optimizer state spread over all trainer ranks" if on_gpu else "every CPU rank whole",
             "the teacher is as large as the student" if has_teacher else "no teacher",
             "the engine keeps its base beside what it serves"
@@ -87,6 +88,11 @@ def estimate_memory(spec: RunSpec, shape: ModelShape, topology: Topology) -> Mem
             "activations of the torch backend, layers compiled; workspaces are not in it",
         ],
     )
+
+
+def _shared_rows(topology: Topology) -> list[str]:
+    ranks = topology.context
+    return [f"tokens of a row in equal parts on {ranks} ranks"] if ranks > 1 else []
 
 
 def _served(spec: RunSpec, shape: ModelShape) -> int:
@@ -127,22 +133,29 @@ def _adapter_parameters(spec: RunSpec, shape: ModelShape) -> int:
 
 
 def _activations(spec: RunSpec, shape: ModelShape, per_value: int) -> int:
-    """Of one row of `max_tokens_per_gpu` tokens on a GPU, as the torch backend keeps them.
+    """Of `max_tokens_per_gpu` tokens of a row on a GPU, as the torch backend keeps them.
 
     A layer keeps two norms' inputs and the residual, the joint q, k, v, the rotated q and k, the
     attention's output, the joint gate and up, and their product. Recomputed layers keep their input
     alone, and one layer at a time is whole. Logits wait for the backward pass, up to 5 GiB.
+
+    A row may have `context` times as many tokens; its ranks have an equal share of them, or of the
+    heads over all of them, which is as much. Attention then keeps q, k and v as exchanged and its
+    output both ways, and one exchange at a time holds what it sends and what it gets.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = shape.experts_per_token * shape.expert_mlp if shape.is_moe else shape.mlp
     attention = (queries + 2 * keys) + (queries + keys) + queries
+    is_shared = spec.core.context > 1
+    exchanged = 2 * (queries + 2 * keys) if is_shared else 0
+    attention += queries + keys if is_shared else 0
     layer = 3 * shape.hidden + attention + 3 * mlp
     kept = layer * shape.layers
     if spec.core.activation_checkpointing:
         kept = shape.hidden * shape.layers + layer
     tokens = spec.core.max_tokens_per_gpu
     logits = min(tokens * shape.vocab * per_value, _KEPT_LOGITS)
-    return tokens * kept * per_value + logits
+    return tokens * (kept + exchanged) * per_value + logits
 
 
 def _parameters_per_rank(spec: RunSpec, shape: ModelShape, topology: Topology) -> float:

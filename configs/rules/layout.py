@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from configs.clusters import find_profile
@@ -53,12 +54,12 @@ def _trainer_gpus(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
 
 def _backend(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
     core = spec.core
-    for size in ("tensor", "pipeline", "context", "expert"):
+    for size in ("tensor", "pipeline", "expert"):
         if core.backend == "torch" and getattr(core, size) > 1:
             yield refused(
                 f"core.{size}",
                 "core.backend",
-                because="the torch backend is data-parallel only",
+                because="the torch backend divides data and context only",
                 allowed=f'core.backend = "megatron", or {size} = 1',
             )
     if core.backend == "megatron" and spec.launch.gpus_per_replica == 0:
@@ -91,6 +92,14 @@ def _model_sizes(spec: RunSpec, shape: ModelShape | None) -> Iterator[Finding]:
             yield refused(
                 field, "model.path", because=f"{size} does not divide the model's {count} {name}"
             )
+    if core.backend == "torch" and (shape.heads % core.context or shape.kv_heads % core.context):
+        yield refused(
+            "core.context",
+            "model.path",
+            because=f"{core.context} does not divide the model's {shape.heads} heads and "
+            f"{shape.kv_heads} key/value heads: ranks that share a row have some heads each",
+            allowed=f"a divisor of {math.gcd(shape.heads, shape.kv_heads)}",
+        )
     if shape.is_moe and shape.experts % core.expert:
         yield refused(
             "core.expert",

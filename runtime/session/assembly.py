@@ -28,7 +28,8 @@ from runtime.session.serving import (
 )
 from runtime.telemetry.events import Event
 from runtime.telemetry.timing import Stage
-from runtime.trainer.group import Placement, TrainerGroup
+from runtime.trainer.actor import Placement
+from runtime.trainer.group import TrainerGroup
 from runtime.trainer.settings import from_spec
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a trainer as Ray actors. The only file of this room that knows Ray.
+"""The ranks of a trainer as one handle: every call goes to all of them (``actor``).
 
 Every rank is called with the same sequence of operations. A rank that dies takes the trainer with
 it: survivors are in a collective that can never end, so they are killed at once, and the next epoch
@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import RunError, TrainerLost, WaitTimeout
 from runtime.publication.protocol import ONLY_SHA256
+from runtime.trainer.actor import Placement, make_actor
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
@@ -33,29 +34,11 @@ if TYPE_CHECKING:
     from runtime.publication.snapshot import WrittenSnapshot
     from runtime.trainer.rank import RankInfo
 
-LOOPBACK = "127.0.0.1"
 _ASK_AGAIN_S = 1.0
 _ASK_AGAIN_TIMES = 20
 _BLAME_S = 2.0
 """How long to look for a dead rank after another one failed: its siblings see the broken collective
 first, and must not be named for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where ranks run and how long they may take."""
-
-    ranks: int = 1
-    gpus_per_rank: float = 0.0
-    host: str = LOOPBACK
-    """Address of rank 0 for the rendezvous; loopback when all ranks share a host."""
-    start_deadline_s: float = 300.0
-    """From the first actor asked for to all ranks joined."""
-    call_deadline_s: float = 3600.0
-    """Of one call, an update included; collectives inside have the run's distributed timeout."""
-    env: Mapping[str, str] | None = None
-    options: Callable[[int], Mapping[str, Any]] = lambda _: {}
-    """Options of a rank's actor: which node it belongs on."""
 
 
 class TrainerGroup:
@@ -98,7 +81,7 @@ class TrainerGroup:
         """
         placement = placement or Placement()
         actors = [
-            _make_actor(settings, placement, rank, epoch, on_start)
+            make_actor(settings, placement, rank, epoch, on_start)
             for rank in range(placement.ranks)
         ]
         group = cls(actors, [], placement, epoch)
@@ -357,83 +340,3 @@ async def _answer(call: Any) -> Any:
 def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip().split(". ")[0][:300]
-
-
-def _make_actor(
-    settings: TrainerSettings,
-    placement: Placement,
-    rank: int,
-    epoch: int,
-    on_start: Callable[[], object] | None,
-) -> Any:
-    threads = str(settings.threads)
-    env = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **({"GLOO_SOCKET_IFNAME": "lo"} if placement.host == LOOPBACK else {}),
-        # As SGLang sets it: the two sides of one communicator map memory in the same way.
-        **({"NCCL_CUMEM_ENABLE": "0"} if placement.gpus_per_rank else {}),
-        **(placement.env or {}),
-    }
-    groups = {"step": 1, "write": 1, "watch": 1, "aside": 1}
-    decorate: Any = ray.remote  # its overloads know no options for classes
-    actor_class = decorate(concurrency_groups=groups)(_RankActor).options(
-        num_cpus=0,
-        num_gpus=placement.gpus_per_rank,
-        max_restarts=0,
-        max_task_retries=0,
-        runtime_env={"env_vars": env},
-        **placement.options(rank),
-    )
-    return actor_class.remote(settings, rank, placement.ranks, epoch, on_start)
-
-
-class _RankActor:
-    """A RankServer in an actor: a thread for steps, one for writing, one that waits, one aside."""
-
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        rank: int,
-        size: int,
-        epoch: int,
-        on_start: Callable[[], object] | None,
-    ) -> None:
-        from runtime.trainer.rank import RankServer
-
-        self._server = RankServer(settings, rank=rank, size=size, epoch=epoch, on_start=on_start)
-
-    def info(self) -> RankInfo:
-        return self._server.info()
-
-    def listen(self, host: str, timeout_s: float) -> int:
-        return self._server.listen(host, timeout_s)
-
-    @ray.method(concurrency_group="step")
-    def join(self, host: str, port: int, timeout_s: float) -> None:
-        self._server.join(host, port, timeout_s)
-
-    @ray.method(concurrency_group="step")
-    def step(self, operation: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._server.step(operation, method, *args, **kwargs)
-
-    @ray.method(concurrency_group="write")
-    def write_staged(self, operation: Any, token: str, folder: str) -> dict[str, str]:
-        return self._server.write_staged(operation, token, folder)
-
-    @ray.method(concurrency_group="aside")
-    def free_port(self, host: str) -> int:
-        return self._server.free_port(host)
-
-    @ray.method(concurrency_group="aside")
-    def abort_broadcast(self) -> None:
-        self._server.abort_broadcast()
-
-    @ray.method(concurrency_group="watch")
-    def stay(self) -> None:
-        self._server.stay()
-
-    def stop(self) -> None:
-        self._server.stop()

@@ -163,6 +163,9 @@ class TrainerSettings:
     temperature: float = 1.0
     """Log-probs are scored at the temperature the tokens were sampled at."""
     max_tokens_per_bin: int = 16384
+    """Tokens of a packed row, over all ranks that share it."""
+    context: int = 1
+    """Neighbouring ranks that share each packed row."""
     packing: Literal["tokens", "flops"] = "tokens"
     updates_per_collection: int = 1
     """Optimizer steps made from one collection."""
@@ -227,6 +230,7 @@ def from_spec(
         dtype=dtype,
         temperature=rollout.temperature,
         max_tokens_per_bin=core.max_tokens_per_gpu * core.context,
+        context=core.context,
         packing=core.packing,
         updates_per_collection=core.updates_per_collection,
         activation_checkpointing=core.activation_checkpointing,

@@ -280,6 +280,14 @@ def test_the_estimate_is_the_peak_that_was_measured(load: Load, tmp_path: Path) 
     assert memory is not None
     estimate = (memory.trainer_bytes_per_rank + memory.activation_bytes_per_rank) / 2**30
     assert estimate == pytest.approx(31.8, rel=0.05)
+    # The same row on two ranks: half of it each, and what the exchange adds.
+    settings = ("launch.gpus_per_replica = 3", *settings[1:], "core.context = 2")
+    half = (*whole[:1], "core.max_tokens_per_gpu = 8192")
+    shared = make_plan(load("model = { path = 'm' }", *settings, *half))
+    assert shared.topology.trainer_ranks == 2
+    assert shared.memory is not None
+    share = shared.memory.activation_bytes_per_rank / memory.activation_bytes_per_rank
+    assert 0.5 < share < 0.6
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "x"}', '{"vocab_size": 3}'])

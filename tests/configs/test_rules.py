@@ -274,7 +274,13 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "rollout.engines",
         "share 8 GPUs",
     ),
-    ("torch sizes", ("core.context = 2",), "core.context", "data-parallel only"),
+    ("torch sizes", ("core.tensor = 2",), "core.tensor", "data and context only"),
+    (
+        "context sizes",
+        (*GPUS, "core.context = 2"),
+        "core.context",
+        "= 7 for the trainer, not a multiple",
+    ),
     ("megatron on CPU", ('core.backend = "megatron"',), "core.backend", "needs GPUs"),
     ("embedded tensor", (*GPUS, "rollout.tensor = 3"), "rollout.tensor", "one device"),
     (
@@ -380,6 +386,7 @@ def test_refused(refuse: Refuse, settings: tuple[str, ...], field: str, text: st
         ('reward.verifier = "my.module:judge"',),
         ('launch.backend = "ray"', 'launch.weka_mounts = ["x:/"]'),
         ("core.data = 2",),
+        ('core.backend = "megatron"', "launch.gpus_per_replica = 9", "core.context = 2"),
     ],
     ids=" ".join,
 )
@@ -391,6 +398,7 @@ def test_allowed(load: Load, settings: tuple[str, ...]) -> None:
     ("config", "settings", "field", "text"),
     [
         (MODEL, ("core.tensor = 3",), "core.tensor", "8 heads"),
+        (MODEL, ('core.backend = "torch"', "core.context = 4"), "core.context", "2 key/value"),
         (MODEL, ("core.pipeline = 4",), "core.pipeline", "6 layers"),
         (MODEL, ('rollout.engine = "sglang"', "rollout.tensor = 3"), "rollout.tensor", "8 heads"),
         (MOE, ("core.expert = 8",), "core.expert", "12 experts"),

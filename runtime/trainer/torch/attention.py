@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from runtime.errors import UnavailableFeature
+from runtime.trainer.torch.context import to_heads, to_tokens
 from runtime.trainer.torch.layout import PackedRow
 
 NAME = "milepost_packed"
@@ -28,6 +29,7 @@ _GROUPED_HEADS: dict[str, Any] = (
 )
 
 # Legend: T tokens of the row, H heads, K key/value heads, D head size, S sequences, L longest.
+# Where ranks share the row, a layer has some tokens and all heads, attention the other way round.
 
 
 def packed_attention(
@@ -66,9 +68,23 @@ def packed_attention(
         raise UnavailableFeature(
             "not available yet: sliding-window attention and attention dropout in the trainer"
         )
+    if packed.part is None:
+        return _attend(query_1HTD, key_1KTD, value_1KTD, packed, scaling), None
+    query, key, value = to_heads(packed.part, query_1HTD, key_1KTD, value_1KTD)
+    return to_tokens(packed.part, _attend(query, key, value, packed, scaling)), None
+
+
+def _attend(
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    packed: PackedRow,
+    scaling: float | None,
+) -> Tensor:
+    """[1, T, H, D] of a whole row, in the shape that was chosen for it."""
     heads, head_dim = query_1HTD.shape[1], query_1HTD.shape[3]
     if packed.shape == "ragged":
-        return _ragged(query_1HTD, key_1KTD, value_1KTD, packed, scaling), None
+        return _ragged(query_1HTD, key_1KTD, value_1KTD, packed, scaling)
     group = _view if packed.shape == "rectangular" else _regroup
     query = group(query_1HTD, packed.row_SL)
     key = group(key_1KTD, packed.row_SL)
@@ -79,7 +95,7 @@ def packed_attention(
     flat = out_SHLD.transpose(1, 2).reshape(-1, heads * head_dim)
     if packed.shape == "padded":
         flat = flat.index_select(0, packed.slot_T)
-    return flat.view(1, -1, heads, head_dim), None
+    return flat.view(1, -1, heads, head_dim)
 
 
 def _ragged(

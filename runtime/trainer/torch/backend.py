@@ -54,8 +54,10 @@ class TorchTrainer:
 
         Raises:
             UnavailableFeature: if the model needs something this backend lacks.
+            ConfigError: if ``settings.context`` does not divide the ranks, or a model's heads.
         """
         settings = self.settings
+        self.ranks.share_rows(settings.context)
         torch.manual_seed(settings.seed + self.ranks.rank)
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -100,6 +102,7 @@ class TorchTrainer:
             activation_checkpointing=self.settings.activation_checkpointing,
             joint_projections=not has_adapters
             and (self.ranks.device.type == "cuda" if joint is None else joint),
+            context=self.settings.context,
         )
 
     def _load_reference(self, model_path: str) -> PackedScorer | None:

@@ -97,7 +97,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _chunks(rows: int, num_kept: int, chunk: int) -> list[slice]:
-    """Rows in chunks, none of which is kept only in part."""
+    """Rows in chunks, none of which is kept only in part; no rows are one empty chunk."""
+    if not rows:
+        return [slice(0, 0)]
     return [slice(at, min(at + chunk, num_kept)) for at in range(0, num_kept, chunk)] + [
         slice(at, min(at + chunk, rows)) for at in range(num_kept, rows, chunk)
     ]
@@ -107,7 +109,7 @@ def _row_stats(
     logits_CV: Tensor, target_C: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob, log of the normaliser, entropy or 0) per row, float32."""
-    if logits_CV.is_cuda:
+    if logits_CV.is_cuda and logits_CV.shape[0]:
         from runtime.trainer.torch import kernels
 
         return kernels.row_stats(

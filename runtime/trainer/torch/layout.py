@@ -26,6 +26,7 @@ from torch import Tensor
 
 from runtime.trainer.packing import Bin
 from runtime.trainer.protocol import Sequence
+from runtime.trainer.torch.context import ContextGroup, Part
 
 Shape = Literal["rectangular", "padded", "ragged"]
 
@@ -38,7 +39,11 @@ _REGROUP_COST = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRow:
-    """One micro-batch without padding; all tensors int64 unless said."""
+    """One micro-batch without padding; all tensors int64 unless said.
+
+    Where ranks share the row, ``token_T``, ``position_T`` and ``source_R`` are of this rank's part,
+    everything else is of the whole row.
+    """
 
     shape: Shape
     token_T: Tensor
@@ -66,6 +71,8 @@ class PackedRow:
     """Position, within ``members``, of the sequence of each response token."""
     members: tuple[int, ...]
     """Sequences of this row, by their index in the collection, in order."""
+    part: Part | None = None
+    """None where no ranks share the row."""
 
     @property
     def num_sequences(self) -> int:
@@ -79,6 +86,7 @@ def pack_row(
     device: torch.device,
     *,
     takes_ragged: bool = False,
+    context: ContextGroup | None = None,
 ) -> PackedRow:
     """Lay out the units of one bin.
 
@@ -87,6 +95,7 @@ def pack_row(
         sequences: the collection, indexed by the units' members.
         device: where the tensors go.
         takes_ragged: a variable-length kernel is there for this device and dtype.
+        context: the ranks that share the row; None: it is this rank's alone.
     """
     parts: list[np.ndarray] = []
     members: list[int] = []
@@ -120,6 +129,7 @@ def pack_row(
         target_R=np.concatenate([sequences[i].tokens[sequences[i].prompt_len :] for i in members]),
         device=device,
         takes_ragged=takes_ragged,
+        context=context,
     )
 
 
@@ -155,12 +165,13 @@ def _finish(
     target_R: np.ndarray,
     device: torch.device,
     takes_ragged: bool,
+    context: ContextGroup | None,
 ) -> PackedRow:
     token_T = np.concatenate(parts)
     fed_S = prompt_S + response_S - 1
     longest = int(fed_S.max())
     if len(token_T) == len(members) * longest:
-        return _rectangle(token_T, members, prompt_S, longest, target_R, device)
+        return _rectangle(token_T, members, prompt_S, longest, target_R, device, context)
     column_L = np.arange(longest)[None, :]
     prompt_column = column_L < prompt_S[:, None]
     row_SL = np.where(
@@ -196,9 +207,9 @@ def _finish(
         "query_ends_S1": np.concatenate([[0], np.cumsum(query_S)]) if is_ragged else none,
         "key_ends_S1": np.concatenate([[0], np.cumsum(fed_S)]) if is_ragged else none,
     }
-    tensors = _together(long, np.dtype(np.int64), device)
+    tensors, part = _shared(long, device, context)
     tensors |= _together(short, np.dtype(np.int32), device)
-    return PackedRow(shape=shape, members=members, **tensors)
+    return PackedRow(shape=shape, members=members, part=part, **tensors)
 
 
 def _rectangle(
@@ -208,6 +219,7 @@ def _rectangle(
     longest: int,
     target_R: np.ndarray,
     device: torch.device,
+    context: ContextGroup | None,
 ) -> PackedRow:
     """A row that *is* its sequences: all equally long, nothing shared. Most of it is counting."""
     count, none = len(members), np.zeros(0)
@@ -224,11 +236,29 @@ def _rectangle(
         "target_R": target_R,
         "seq_R": np.repeat(np.arange(count), longest + 1 - prompt_S),
     }
-    tensors = _together(long, np.dtype(np.int64), device)
+    tensors, part = _shared(long, device, context)
     ends = to_device(np.zeros(0, np.int32), device)
     return PackedRow(
-        shape="rectangular", members=members, query_ends_S1=ends, key_ends_S1=ends, **tensors
+        shape="rectangular",
+        members=members,
+        query_ends_S1=ends,
+        key_ends_S1=ends,
+        part=part,
+        **tensors,
     )
+
+
+def _shared(
+    row: dict[str, np.ndarray], device: torch.device, context: ContextGroup | None
+) -> tuple[dict[str, Tensor], Part | None]:
+    """A row's int64 tensors on ``device``, and this rank's part of it."""
+    if context is None:
+        return _together(row, np.dtype(np.int64), device), None
+    divided, sizes = context.divide(row)
+    tensors = _together(divided, np.dtype(np.int64), device)
+    place_N = tensors.pop("place_N")
+    part = Part(rank=context.rank, group=context.name, sizes=sizes, place_N=place_N)
+    return tensors, part
 
 
 def _together(

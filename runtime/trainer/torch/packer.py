@@ -38,14 +38,14 @@ class Packer:
         self._cost = cost
 
     def plan(self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]) -> list[list[Bin]]:
-        """Bins of the chosen sequences, by rank."""
+        """Bins of the chosen sequences, by rank, or group of ranks that share rows."""
         described = ((i, sequences[i]) for i in chosen)
         units = make_units(
             [(i, s.prompt_len, len(s.logprobs), _prompt_key(s)) for i, s in described],
             capacity=self._capacity,
             share_prompts=self._share_prompts,
         )
-        return plan_bins(units, capacity=self._capacity, ranks=self.ranks.size, cost=self._cost)
+        return plan_bins(units, capacity=self._capacity, ranks=self.ranks.replicas, cost=self._cost)
 
     def rows(
         self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]
@@ -58,7 +58,7 @@ class Packer:
 
     def bins(self, sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]) -> list[Bin]:
         """This rank's bins."""
-        return self.plan(sequences, chosen)[self.ranks.rank]
+        return self.plan(sequences, chosen)[self.ranks.replica]
 
     def packed(
         self, bins: list[Bin], sequences: abc.Sequence[Sequence], chosen: abc.Sequence[int]
@@ -77,7 +77,13 @@ class Packer:
                 yield self._pack(idle, sequences), False
 
     def _pack(self, a_bin: Bin, sequences: abc.Sequence[Sequence]) -> PackedRow:
-        return pack_row(a_bin, sequences, self.ranks.device, takes_ragged=self._takes_ragged)
+        return pack_row(
+            a_bin,
+            sequences,
+            self.ranks.device,
+            takes_ragged=self._takes_ragged,
+            context=self.ranks.context,
+        )
 
 
 def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
@@ -102,7 +108,7 @@ def score(
     scored: list[tuple[Tensor, Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_N, _, _ = scorer(row)
-        if counts:
+        if counts and packer.ranks.speaks:
             scored.append((torch.from_numpy(flat_places(row, offset_S)), logprob_N))
     for at, logprob_N in scored:
         flat_R[at] = logprob_N.cpu()
@@ -126,7 +132,7 @@ def score_likeliest(
     id_RK = torch.zeros(int(offset_S[-1]), count, dtype=torch.int64)
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_NK, id_NK, _ = scorer(row, num_likeliest=count)
-        if counts:
+        if counts and packer.ranks.speaks:
             at = torch.from_numpy(flat_places(row, offset_S))
             logprob_RK[at], id_RK[at] = logprob_NK.cpu(), id_NK.cpu()
     ranks = packer.ranks

@@ -1,8 +1,9 @@
-"""The ranks of one trainer: rendezvous, and the few collectives used outside FSDP."""
+"""The ranks of one trainer: rendezvous, who shares rows with whom, and sums over all of them."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]  # documented here, not re-exported
 )
+
+from runtime.errors import ConfigError
+from runtime.trainer.torch.context import ContextGroup
 
 
 class Ranks:
@@ -20,7 +24,10 @@ class Ranks:
             raise ValueError(f"rank {rank} of {size}")
         self.rank = rank
         self.size = size
+        self.context: ContextGroup | None = None
+        """The ranks that share rows with this one; None where each rank has rows of its own."""
         self._store: TCPStore | None = None
+        self._limit = timedelta(0)
         # Under Ray a rank sees its own GPU alone; ranks that see all of them take one each.
         gpus = torch.cuda.device_count()
         self._device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
@@ -49,7 +56,7 @@ class Ranks:
         """
         if self.size == 1:
             return
-        limit = timedelta(seconds=timeout_s)
+        self._limit = limit = timedelta(seconds=timeout_s)
         if self._store is None:
             self._store = TCPStore(host, port, world_size=self.size, is_master=False, timeout=limit)
         self.enter_device()
@@ -62,6 +69,54 @@ class Ranks:
             # Said here, so that nothing has to guess it from the rank.
             device_id=self._device if backend == "nccl" else None,
         )
+
+    def share_rows(self, context: int) -> None:
+        """Make groups of ``context`` neighbours that share each row; collective, idempotent.
+
+        Neighbours, since they exchange keys and values in every layer and are likeliest to be on
+        one machine. Comes after ``join``.
+
+        Raises:
+            ConfigError: if the ranks do not divide into such groups.
+        """
+        if self.size % context:
+            raise ConfigError(
+                f"core.context = {context}: {self.size} trainer rank(s) do not divide into groups "
+                "of so many",
+                context=context,
+                ranks=self.size,
+            )
+        if context == self.context_size:
+            return
+        self.context = None
+        if context == 1:
+            return
+        for first in range(0, self.size, context):
+            # Every rank takes part in making every group.
+            made: Any = dist.new_group(list(range(first, first + context)), timeout=self._limit)
+            if first <= self.rank < first + context:
+                place = self.rank - first
+                self.context = ContextGroup(rank=place, size=context, name=made.group_name)
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share a row."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of them, that have rows of their own."""
+        return self.size // self.context_size
+
+    @property
+    def replica(self) -> int:
+        """Which of those this rank belongs to."""
+        return self.rank // self.context_size
+
+    @property
+    def speaks(self) -> bool:
+        """This rank's figures of a row count; those of the others that share it are the same."""
+        return self.context is None or self.context.rank == 0
 
     def enter_device(self) -> None:
         """Make this rank's GPU the current one of the calling thread; nothing on a CPU."""

@@ -21,7 +21,7 @@ class RowResult:
     """Host tensors; not to be read before ``wait``."""
 
     counts: bool
-    """False for the row of a rank without work."""
+    """False for the row of a rank without work, or of one whose neighbour speaks for it."""
     at: Tensor
     """int64 [N] flat places within the collection."""
     logprob_N: Tensor

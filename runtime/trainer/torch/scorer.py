@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.attention import NAME
+from runtime.trainer.torch.context import put_together, require_divisible
 from runtime.trainer.torch.head import chunked_logprobs, likeliest
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.projections import fuse_projections
@@ -59,6 +60,10 @@ class PackedScorer(nn.Module):
             packed=row,
         ).last_hidden_state
         hidden_RD = hidden_1TD.squeeze(0).index_select(0, row.source_R)
+        target_R, part = row.target_R, row.part
+        if part is not None:  # the output layer sees this rank's places alone
+            target_R = target_R.index_select(0, part.place_N)
+            also_RK = None if also_RK is None else also_RK.index_select(0, part.place_N)
         weight_VD = self.causal_lm.get_output_embeddings().weight
         if num_likeliest:
             logprob_RK, id_RK = likeliest(
@@ -68,16 +73,26 @@ class PackedScorer(nn.Module):
                 temperature=self._temperature,
                 chunk=self._chunk,
             )
+            if part is not None:
+                rows = row.target_R.shape[0]
+                logprob_RK = put_together(part, logprob_RK, rows)
+                id_RK = put_together(part, id_RK, rows)
             return logprob_RK, id_RK, hidden_RD.new_empty(0)
-        return chunked_logprobs(
+        logprob_R, entropy_R, logprob_RK = chunked_logprobs(
             hidden_RD,
             weight_VD,
-            row.target_R,
+            target_R,
             temperature=self._temperature,
             chunk=self._chunk,
             with_entropy=with_entropy,
             also_RK=also_RK,
         )
+        if part is None:
+            return logprob_R, entropy_R, logprob_RK
+        mine = torch.cat([logprob_R[:, None], entropy_R[:, None], logprob_RK], 1)
+        whole = put_together(part, mine, row.target_R.shape[0])  # one exchange for all of them
+        # Copies, which FSDP asks for: its hooks do not survive what is done to a view in place.
+        return whole[:, 0].clone(), whole[:, 1].clone(), whole[:, 2:].clone()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -100,6 +115,7 @@ def load_scorer(
     chunk: int,
     activation_checkpointing: bool,
     joint_projections: bool = False,
+    context: int = 1,
 ) -> PackedScorer:
     """Load an HF folder in fp32.
 
@@ -109,14 +125,17 @@ def load_scorer(
         chunk: rows of logits that exist at one time.
         activation_checkpointing: recompute each layer in the backward pass.
         joint_projections: q, k, v as one product, gate and up as another; pays on a GPU.
+        context: ranks that share a row.
 
     Raises:
+        ConfigError: if ``context`` does not divide the model's heads.
         UnavailableFeature: if the model is of a kind whose packed forward would be wrong here:
             sliding windows, capped logits, a biased output layer, or an architecture that does not
             route attention through transformers' interface.
     """
     config = AutoConfig.from_pretrained(model_path)
     _require_supported(config)
+    require_divisible(config, context, model_path)
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -255,7 +255,11 @@ class Update:
         )
         # Sent before the backward pass is queued, so that they arrive while it runs.
         kept = RowResult.sent(
-            at, result, logprob_N, entropy_N if with_entropy else None, counts=counts
+            at,
+            result,
+            logprob_N,
+            entropy_N if with_entropy else None,
+            counts=counts and self._ranks.speaks,
         )
         result.loss.backward()
         return kept

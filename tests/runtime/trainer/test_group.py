@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from runtime.errors import ContractViolation, FencedError, PublicationFailed, TrainerLost
 from runtime.trainer import group as group_module
-from runtime.trainer.group import Placement, TrainerGroup
+from runtime.trainer.actor import Placement
+from runtime.trainer.group import TrainerGroup
 from runtime.trainer.handle import TrainerHandle
 from runtime.trainer.local import LocalGroup
 from runtime.trainer.protocol import TrainBatch

@@ -3,10 +3,13 @@
 import multiprocessing
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +62,7 @@ def run(
     settings: TrainerSettings = SETTINGS,
     save: Path | None = None,
     start: Path | None = None,
+    make: Callable[[int], TrainBatch] = batch,
 ) -> Found:
     """Ten updates in five collections, or the last three of them from a state; saved before."""
     one = TorchTrainer(settings, ranks)
@@ -69,10 +73,10 @@ def run(
         if collection == 3 and save is not None:
             save.mkdir(exist_ok=True)
             one.write_staged(one.stage().token, str(save))
-        values.append(one.train_step(batch(collection)).values)
+        values.append(one.train_step(make(collection)).values)
     return Found(
         values=values,
-        scores=[torch.from_numpy(s) for s in one.score(batch(9).sequences, temperature=1.0)],
+        scores=[torch.from_numpy(s) for s in one.score(make(9).sequences, temperature=1.0)],
         weights={n: t.clone() for bucket in one.export_weights(4000) for n, t in bucket},
         specs=[(s.name, s.dtype, s.shape) for s in one.weight_specs()],
         restored=restored,
@@ -93,10 +97,20 @@ class Job:
     settings: TrainerSettings = SETTINGS
     save: Path | None = None
     start: Path | None = None
+    make: Callable[[int], TrainBatch] = batch
+
+
+def run_jobs(model: Path, jobs: list[Job], ranks: Ranks) -> list[dict[str, Any]]:
+    """What this rank found in each job."""
+    found = [
+        run(ranks, model, settings=j.settings, save=j.save, start=j.start, make=j.make)
+        for j in jobs
+    ]
+    return [vars(f) for f in found]
 
 
 def rank_main(
-    rank: int, size: int, pipe: Connection, model: Path, jobs: list[Job], to: Path
+    rank: int, size: int, pipe: Connection, work: Callable[[Ranks], object], to: Path
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -104,13 +118,18 @@ def rank_main(
     if rank == 0:
         pipe.send(ranks.listen("127.0.0.1", timeout_s=60))
     ranks.join("127.0.0.1", 0 if rank == 0 else pipe.recv(), backend="gloo", timeout_s=60)
-    found = [run(ranks, model, settings=j.settings, save=j.save, start=j.start) for j in jobs]
-    torch.save([vars(f) for f in found], to / f"found-{size}-{rank}.pt")
+    torch.save(work(ranks), to / f"found-{size}-{rank}.pt")
     ranks.leave()
 
 
 def run_ranks(size: int, model: Path, jobs: list[Job], to: Path) -> list[list[Found]]:
     """What each rank found in each job, by job and rank."""
+    loaded = in_ranks(size, partial(run_jobs, model, jobs), to)
+    return [[Found(**found[job]) for found in loaded] for job in range(len(jobs))]
+
+
+def in_ranks(size: int, work: Callable[[Ranks], object], to: Path) -> list[Any]:
+    """What ``work`` returns in each of ``size`` joined ranks; something that torch saves."""
     # Forked from a process without threads that has imported everything: a fork of this one would
     # inherit the locks its threads hold, and eight imports of torch take half a minute.
     context = multiprocessing.get_context("forkserver")
@@ -122,7 +141,7 @@ def run_ranks(size: int, model: Path, jobs: list[Job], to: Path) -> list[list[Fo
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, args=(rank, size, theirs, model, jobs, to))
+            process = context.Process(target=rank_main, args=(rank, size, theirs, work, to))
             process.start()
             processes.append(process)
             pipes.append(ours)
@@ -137,8 +156,7 @@ def run_ranks(size: int, model: Path, jobs: list[Job], to: Path) -> list[list[Fo
         for process in processes:
             process.kill()
             process.join()
-    loaded = [torch.load(to / f"found-{size}-{rank}.pt") for rank in range(size)]
-    return [[Found(**found[job]) for found in loaded] for job in range(len(jobs))]
+    return [torch.load(to / f"found-{size}-{rank}.pt") for rank in range(size)]
 
 
 @pytest.fixture(scope="module")

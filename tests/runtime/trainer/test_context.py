@@ -1,0 +1,202 @@
+"""Ranks that share packed rows, over gloo, in processes of their own, against one rank."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import ConfigError
+from runtime.trainer.protocol import TrainBatch
+from runtime.trainer.settings import LossSettings, TrainerSettings
+from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.context import ContextGroup, Part, exchange, shares, to_heads, to_tokens
+from runtime.trainer.torch.ranks import Ranks
+from runtime.trainer.torch.scorer import load_scorer
+from tests.runtime.trainer.test_ranks import (
+    ADAPTERS,
+    SETTINGS,
+    Found,
+    Job,
+    figures,
+    gap,
+    in_ranks,
+    require_equal,
+    run,
+    run_jobs,
+    run_ranks,
+)
+from tests.runtime.trainer.tiny import make_sequences
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def one_long(collection: int) -> TrainBatch:
+    """One prompt with a single response each update: longer than a rank's share of a row."""
+    sequences = make_sequences(collection + 40, groups=2, samples=1, longest=90)
+    return TrainBatch(update=2 * collection, sequences=sequences, consumed_digest="")
+
+
+def shortest(collection: int) -> TrainBatch:
+    """Rows of a few tokens, some with fewer than there are ranks; slices without a prediction."""
+    sequences = make_sequences(collection, groups=2, samples=1, longest=1)
+    bare = replace(sequences[0], tokens=sequences[0].tokens[-2:], prompt_len=1)
+    return TrainBatch(update=2 * collection, sequences=(bare, sequences[1]), consumed_digest="")
+
+
+# What makes a loss of more than single tokens, and what scores more than sampled ones.
+SEQUENCES = LossSettings.named(
+    "gspo", tis_level="sequence", tis_clip=1.0, entropy_coef=0.01, teacher_coef=0.5, teacher_top_k=3
+)
+
+
+@pytest.fixture(scope="module")
+def jobs(teacher_folder: Path) -> dict[str, Job]:
+    as_on_gpus = replace(SETTINGS, joint_projections=True, activation_checkpointing=True)
+    alone_in_row = replace(SETTINGS, share_prompts=False, max_tokens_per_bin=100)
+    return {
+        "mixed": Job(settings=as_on_gpus),
+        "long": Job(settings=alone_in_row, make=one_long),
+        "short": Job(settings=replace(SETTINGS, max_tokens_per_bin=9), make=shortest),
+        "sequences": Job(settings=replace(SETTINGS, loss=SEQUENCES, teacher=str(teacher_folder))),
+        "adapters": Job(settings=ADAPTERS),
+        "again": Job(settings=replace(as_on_gpus, deterministic=True)),
+    }
+
+
+def sharing(job: Job) -> Job:
+    return replace(job, settings=replace(job.settings, context=2))
+
+
+@pytest.fixture(scope="module")
+def alone(jobs: dict[str, Job], model_folder: Path) -> dict[str, Found]:
+    # Deterministic kernels are switched on for good in a process.
+    return {
+        name: run(Ranks(), model_folder, settings=job.settings, make=job.make)
+        for name, job in jobs.items()
+        if name != "again"
+    }
+
+
+@pytest.fixture(scope="module")
+def two(
+    jobs: dict[str, Job], model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Found]]:
+    to = tmp_path_factory.mktemp("two")
+    return dict(
+        zip(jobs, run_ranks(2, model_folder, [sharing(j) for j in jobs.values()], to), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["mixed", "long", "short", "sequences", "adapters"])
+def test_two_ranks_that_share_rows_equal_one(
+    alone: dict[str, Found], two: dict[str, list[Found]], name: str
+) -> None:
+    first, second = two[name]
+    require_same(alone[name], first)
+    assert [figures(v) for v in first.values] == [figures(v) for v in second.values]
+    assert all(torch.equal(a, b) for a, b in zip(first.scores, second.scores, strict=True))
+    assert gap(first.weights, second.weights) == 0
+
+
+def require_same(one: Found, other: Found) -> None:
+    require_equal(one, other)
+    for mine, theirs in zip(one.scores, other.scores, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_same_run_again_is_bit_by_bit_the_same(two: dict[str, list[Found]]) -> None:
+    first, again = two["mixed"][0], two["again"][0]
+    assert [figures(v) for v in first.values] == [figures(v) for v in again.values]
+    assert gap(first.weights, again.weights) == 0
+
+
+def four_ranks(model: Path, job: Job, ranks: Ranks) -> list[dict[str, Any]]:
+    check_exchange(ranks)
+    return run_jobs(model, [job], ranks)
+
+
+def test_two_pairs_of_ranks_equal_one(
+    jobs: dict[str, Job], alone: dict[str, Found], model_folder: Path, tmp_path: Path
+) -> None:
+    work = partial(four_ranks, model_folder, sharing(jobs["mixed"]))
+    for (found,) in in_ranks(4, work, tmp_path):
+        require_same(alone["mixed"], Found(**found))
+
+
+def check_exchange(ranks: Ranks) -> None:
+    """Rows that every rank knows whole, so that each can say what it must get; uneven slices."""
+    ranks.share_rows(ranks.size)
+    context = ranks.context
+    assert context is not None
+    for seed in range(30):
+        numbers = torch.Generator().manual_seed(seed)
+        dtype = torch.bfloat16 if seed % 3 == 0 else torch.float32
+        sizes = torch.randint(0, 4, (context.size,), generator=numbers).tolist()
+        part = Part(
+            rank=context.rank,
+            group=context.name,
+            sizes=tuple(sizes),
+            place_N=torch.zeros(0, dtype=torch.int64),
+        )
+        tokens = slice(sum(sizes[: part.rank]), sum(sizes[: part.rank + 1]))
+        kinds = [
+            torch.randn(2, 1, n * context.size, sum(sizes), 3, generator=numbers).to(dtype)
+            for n in (2, 1, 1)
+        ]
+        mine = [row[:, :, tokens].clone().requires_grad_() for row, _ in kinds]
+        by_heads = to_heads(part, *mine)
+        for (row, weight), got, own in zip(kinds, by_heads, mine, strict=True):
+            heads = slice(part.rank * got.shape[1], (part.rank + 1) * got.shape[1])
+            assert torch.equal(got, row[:, heads])
+            (gradient,) = torch.autograd.grad(got, own, weight[:, heads], retain_graph=True)
+            assert torch.equal(gradient, weight[:, :, tokens])
+        back = to_tokens(part, by_heads[0].transpose(1, 2))
+        assert torch.equal(back, mine[0].transpose(1, 2))
+        counts = torch.randint(0, 3, (context.size, context.size), generator=numbers)
+        send, receive = counts[part.rank].tolist(), counts[:, part.rank].tolist()
+        rows = torch.randn(sum(send), 2, generator=numbers)
+        there = exchange(rows, send, receive, part.group)
+        assert torch.equal(exchange(there, receive, send, part.group), rows)
+
+
+@given(st.integers(1, 40), st.integers(2, 8), st.data())
+def test_every_token_and_every_prediction_has_one_rank(
+    tokens: int, size: int, data: st.DataObject
+) -> None:
+    places = st.lists(st.integers(0, tokens - 1), max_size=20)
+    row = {
+        "token_T": np.arange(tokens) + 100,
+        "position_T": np.arange(tokens),
+        "source_R": np.array(data.draw(places), dtype=np.int64),
+        "target_R": np.arange(3),
+    }
+    divided = [ContextGroup(rank=r, size=size, name="").divide(row) for r in range(size)]
+    sizes = shares(tokens, size)
+    assert sum(sizes) == tokens
+    assert max(sizes) - min(sizes) <= 1
+    assert all(found == sizes for _, found in divided)
+    for name in ("token_T", "position_T"):
+        assert np.array_equal(np.concatenate([mine[name] for mine, _ in divided]), row[name])
+    start, predicted = 0, np.full(len(row["source_R"]), -1)
+    for (mine, _), own in zip(divided, sizes, strict=True):
+        assert ((mine["source_R"] >= 0) & (mine["source_R"] < own)).all()
+        assert (predicted[mine["place_N"]] == -1).all()
+        predicted[mine["place_N"]] = mine["source_R"] + start
+        assert mine["target_R"] is row["target_R"]
+        start += own
+    assert np.array_equal(predicted, row["source_R"])
+
+
+def test_what_cannot_be_divided_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="1 trainer rank"):
+        TorchTrainer(TrainerSettings(context=2)).load(str(model_folder))
+    with pytest.raises(ConfigError, match="4 heads and 2 key/value heads"):
+        load_scorer(
+            str(model_folder), temperature=1.0, chunk=8, activation_checkpointing=False, context=4
+        )
