@@ -1,7 +1,7 @@
 """Where the tests of the real SGLang server run: on a CPU, or on one CUDA GPU.
 
-``MILEPOST_SGLANG_DEVICE=cuda`` says the latter. It is asked for and not looked for: a machine with a
-GPU may still run the CPU's environment. A GPU serves in bf16, so its log-probs are held to what
+``MILEPOST_SGLANG_DEVICE=cuda`` says the latter. It is asked for and not looked for: a machine with
+a GPU may still run the CPU's environment. A GPU serves in bf16, so its log-probs are held to what
 rounding does, and it wants a model of sizes that its kernels have.
 """
 

@@ -27,10 +27,11 @@ WEIGHTS = "tests/contracts/test_engine_weights.py"
 DEATHS = "refused_before_it_leaves or killed_scheduler"
 LIMITS = "full_queue or queue_is_full or queue_holds or waiting_too_long"
 MORE_LIMITS = (
-    "running_too_long or abort_of_a_waiting or frees_its_place or abort_all_ends or waits_for_a_swap"
+    "running_too_long or abort_of_a_waiting or frees_its_place or abort_all_ends "
+    "or waits_for_a_swap"
 )
 GROUPS: dict[str, list[str]] = {
-    # The requests that would end it, kill -9 of its scheduler, a scheduler that hangs: three starts.
+    # Requests that would end it, kill -9 of its scheduler, a scheduler that hangs: three starts.
     "deaths": [OWNER, "-k", DEATHS],
     # Everything that an ordinary server can be asked: one start.
     "contract": [CONTRACT, WEIGHTS, "-k", f"not ({LIMITS} or {MORE_LIMITS})"],
@@ -115,7 +116,7 @@ def main() -> int:
     ended = wait(processes, began + arguments.seconds)
     lines = [*summary(names, out, ended), f"{time.monotonic() - began:.0f} s"]
     (out / "summary.txt").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))  # what the command is for
+    sys.stdout.write("\n".join(lines) + "\n")  # what the command is for
     return 0 if all(how == "exit 0" for how in ended.values()) else 1
 
 
