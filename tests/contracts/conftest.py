@@ -174,7 +174,7 @@ def embedded(models: Models, **limits: Any) -> Iterator[RunningEngine]:
         yield RunningEngine(server.url, key)
 
 
-ENGINES = ("embedded", pytest.param("sglang", marks=(pytest.mark.sglang, pytest.mark.timeout(400))))
+ENGINES = ("embedded", pytest.param("sglang", marks=(pytest.mark.sglang, LANE.timeout(400))))
 
 
 def only_on(kind: str, because: str) -> pytest.MarkDecorator:

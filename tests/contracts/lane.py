@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from runtime.publication.checksum import checksums
@@ -35,6 +36,8 @@ class Lane:
     """Of the models, over ``tiny_models.SHAPE``."""
     args: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Of every server."""
+    patience: float = 1.0
+    """Times what a test may take on a busy CPU."""
     start_s: float = 300.0
     """A start takes 15 s on a quiet core and 22 s on an H200, and 130 s there while kernels are
     compiled; several times that on a busy machine."""
@@ -43,6 +46,10 @@ class Lane:
     def hash(self) -> str:
         """Of its checksums."""
         return "sha256" if self.device == "cpu" else "mix64"
+
+    def timeout(self, seconds: float) -> pytest.MarkDecorator:
+        """For a test with a start in it; one of a fixture is not counted."""
+        return pytest.mark.timeout(seconds * self.patience, func_only=True)
 
     def checksums(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
         """What a server that holds these weights tells."""
@@ -60,6 +67,7 @@ CUDA = Lane(
     # tokens. Another model's log-probs are 2.9 off in the mean.
     atol=0.3,
     mean_atol=0.06,
+    patience=0.3,
     # Layers of Qwen3 0.6B, two of them: the kernels compiled for that one serve here too.
     shape={
         "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,

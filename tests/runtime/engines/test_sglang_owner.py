@@ -37,7 +37,7 @@ from tests.contracts.sglang_engine import KEY, PYTHON, need_environment, owner_o
 from tests.contracts.tiny_models import VOCAB, save_model, tiny_qwen3
 
 # A start imports much: 15 s on a quiet core, several times that on a busy machine.
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, LANE.timeout(600)]
 
 
 @pytest.fixture(scope="session")
