@@ -230,7 +230,8 @@ def write(arguments: argparse.Namespace, found: Found) -> None:
 class Last:
     """The end of this process where a part stands still and cannot be cancelled.
 
-    It says where every thread stands, writes what there is and ends. The engine ends with it.
+    It says where every thread stands, shortly before the part's limit and again, writes what there
+    is and ends. The engine ends with it.
     """
 
     def __init__(
@@ -242,13 +243,16 @@ class Last:
             write(arguments, found)
             os._exit(3)
 
+        self._tell_s = 0.9 * limit_s
         self._timer = threading.Timer(limit_s + GRACE_S, end)
         self._timer.daemon = True
 
     def __enter__(self) -> None:
+        faulthandler.dump_traceback_later(self._tell_s)
         self._timer.start()
 
     def __exit__(self, *exc: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self._timer.cancel()
 
 
