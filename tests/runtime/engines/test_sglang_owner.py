@@ -179,10 +179,11 @@ def test_the_servers_processes_end_with_their_owner_however_that_ends(model: Pat
         f"print(owner_of(Path({str(model)!r}), Path({str(log)!r})).start().pid, flush=True)\n"
         "time.sleep(600)\n"
     )
+    paths = (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
     assert process.stdout is not None
     for line in process.stdout:
