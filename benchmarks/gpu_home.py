@@ -188,13 +188,14 @@ class Home:
 
     # --- Speed --------------------------------------------------------------------------------
 
-    async def throughput(self, concurrency: int, seconds: float, found: dict[str, Any]) -> None:
+    async def throughput(self, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         """Tokens/s straight at the engine, and through the producer, in turn."""
         await self.publish(PolicyId(1, 1_000_000))
-        shape = Shape(concurrency=concurrency, n=8, tokens=256, per_sample=False)
+        concurrency, seconds = arguments.concurrency, arguments.seconds
+        shape = Shape(concurrency=concurrency, n=8, tokens=arguments.tokens, per_sample=False)
         rows: dict[str, list[float]] = {"random_prompts": [], "direct": [], "producer": []}
         for _ in range(3):
-            rows["random_prompts"].append(await self._batch(concurrency))
+            rows["random_prompts"].append(await self._batch(concurrency, arguments.tokens))
             direct = await closed_loop(self.address.url, shape, seconds, client=self.client)
             through = await through_producer(self.address.url, shape, seconds, client=self.client)
             rows["direct"].append(direct.tokens_per_s)
@@ -206,7 +207,7 @@ class Home:
                 "producer_over_direct": round(statistics.median(ratios), 3),
             }
 
-    async def _batch(self, concurrency: int) -> float:
+    async def _batch(self, concurrency: int, tokens: int) -> float:
         """One closed batch of different prompts, with log-probs, a request a sample."""
         rng = random.Random(time.time_ns())
         began = time.monotonic()
@@ -215,7 +216,7 @@ class Home:
             ids = tuple(rng.randrange(self.info.vocab_size) for _ in range(128))
             request = GenerateRequest(
                 rid=f"b{time.time_ns()}-{number}", input_ids=ids, salt="e1.u0",
-                sampling=SamplingSettings(max_new_tokens=256, ignore_eos=True),
+                sampling=SamplingSettings(max_new_tokens=tokens, ignore_eos=True),
             )  # fmt: skip
             (answer,) = await self.client.generate(request, deadline_s=300)
             return len(answer.token_ids)

@@ -126,7 +126,6 @@ async def under_fire(home: Home, arguments: argparse.Namespace, found: Found) ->
         "tokens": sum(len(s.token_ids) for s in samples),
         "mixed_samples": sum(s.is_mixed for s in samples),
         "most_policies_in_one": max(len({p.policy for p in s.spans}) for s in samples),
-        "continued": producer.occupancy().get("continued", None),
         "waits_for_collection_s": round(statistics.median(waits), 3),
         "publications": home.summary(home.decisions[2:]),
     }
@@ -192,7 +191,7 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> Found:
         "under_fire": lambda to: under_fire(home, arguments, to),
         "gaps": lambda to: gaps(home, to),
         "transports": lambda to: home.transports(arguments.rounds, to),
-        "throughput": lambda to: home.throughput(arguments.concurrency, arguments.seconds, to),
+        "throughput": lambda to: home.throughput(arguments, to),
         "faults": lambda to: faults(home, to),
     }
     ends = time.monotonic() + arguments.limit
