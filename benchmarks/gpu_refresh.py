@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.slower = 4 if arguments.cpu else 1
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.cpu:
         arguments = argparse.Namespace(**{
             **vars(arguments), "concurrency": 32, "prompt_tokens": 8, "tokens": 24, "updates": 4,
