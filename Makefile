@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VENV_SGLANG ?= .venv-sglang
+SGLANG_GPU_PYTHON ?= python3
 STAMP_SGLANG := $(VENV_SGLANG)/.installed
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: venv venv-sglang run test test-sglang test-cluster test-outage test-evaluations \
+.PHONY: venv venv-sglang run test test-sglang test-sglang-gpu test-cluster test-outage test-evaluations \
 	drill drill-short mutants drill-mutants check fmt
 
 venv: $(STAMP)
@@ -56,6 +57,10 @@ test-cluster: $(STAMP)
 test-sglang: $(STAMP) $(STAMP_SGLANG)
 	MILEPOST_REQUIRE_SGLANG=1 MILEPOST_SGLANG_PYTHON=$(VENV_SGLANG)/bin/python \
 		$(BIN)/python -m pytest -m sglang
+
+# The same suite and deaths on one CUDA GPU, with a SGLang of its own: some three minutes.
+test-sglang-gpu: $(STAMP)
+	$(BIN)/python -m tests.contracts.on_gpu --python $(SGLANG_GPU_PYTHON) --out sglang-gpu
 
 test-outage: $(STAMP)
 	$(BIN)/python -m pytest -m outage

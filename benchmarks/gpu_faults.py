@@ -22,17 +22,14 @@ if TYPE_CHECKING:
 PROBE_S = 10.0
 
 
-async def faults(home: Home) -> dict[str, Any]:
+async def faults(home: Home, found: dict[str, Any]) -> None:
     """Each fault, and whether the engine serves the published weights after it."""
     await home.publish(PolicyId(1, 2_000_000))
-    found: dict[str, Any] = {
-        "token outside the vocabulary": await _refused(home, _bad_token),
-        "malformed bucket": await _refused(home, _bad_bucket),
-        "flush after retract": await _refused(home, _flush_after_retract),
-        "scheduler killed": await _returns(home, signal.SIGKILL),
-        "scheduler stopped": await _returns(home, signal.SIGSTOP),
-    }
-    return found
+    found["token outside the vocabulary"] = await _refused(home, _bad_token)
+    found["malformed bucket"] = await _refused(home, _bad_bucket)
+    found["flush after retract"] = await _refused(home, _flush_after_retract)
+    found["scheduler killed"] = await _returns(home, signal.SIGKILL)
+    found["scheduler stopped"] = await _returns(home, signal.SIGSTOP)
 
 
 async def _refused(home: Home, provoke: Any) -> dict[str, Any]:
@@ -87,7 +84,7 @@ async def _returns(home: Home, number: signal.Signals) -> dict[str, Any]:
         sampling=SamplingSettings(max_new_tokens=1024, ignore_eos=True),
     )  # fmt: skip
     lost: list[str] = []
-    found_s = gone_s = 0.0
+    found_by, found_s, gone_s = "", 0.0, 0.0
 
     async def ask() -> None:
         try:
@@ -100,9 +97,7 @@ async def _returns(home: Home, number: signal.Signals) -> dict[str, Any]:
         await anyio.sleep(0.3)
         began = time.monotonic()
         os.kill(victim, number)
-        while await home.client.is_alive(timeout_s=PROBE_S):
-            if not home.owner.is_running():
-                break
+        found_by = await _found_dead(home)
         found_s = time.monotonic() - began
         await anyio.to_thread.run_sync(home.owner.stop)
         gone_s = time.monotonic() - began
@@ -115,6 +110,7 @@ async def _returns(home: Home, number: signal.Signals) -> dict[str, Any]:
     decision = await home.publisher.bring_up(home.target(), published)
     home.pool.mark_verified(0, home.address.incarnation, published)
     return {
+        "found_dead_by": found_by,
         "found_dead_after_s": round(found_s, 2),
         "group_gone_after_s": round(gone_s, 2),
         "request": lost,
@@ -122,6 +118,25 @@ async def _returns(home: Home, number: signal.Signals) -> dict[str, Any]:
         "brought_up": [decision.policy, decision.outcome, round(decision.pause_s or 0.0, 4)],
         "serves": await _serves(home),
     }
+
+
+async def _found_dead(home: Home) -> str:
+    """Wait until it is seen, the two ways a session looks: at its processes, and by a probe."""
+    by: list[str] = []
+
+    async def probe() -> None:
+        while await home.client.is_alive(timeout_s=PROBE_S):
+            pass  # a health call takes its time
+        by.append("probe")
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(probe)
+        while home.owner.is_running():  # noqa: ASYNC110 - processes tell nobody that they ended
+            await anyio.sleep(0.02)
+        by.append("its processes")
+        tasks.cancel_scope.cancel()
+    return by[0]
 
 
 def _worker(pid: int) -> int:

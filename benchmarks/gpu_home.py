@@ -43,7 +43,7 @@ class Home:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.folder = folder
         self.pause = arguments.pause
-        self.seen: tuple[Any, Any]
+        self.seen: tuple[Any, Any] = ([], {})
         """What a run under fire left: collections, and the weights of each policy."""
         self.clock = SystemClock()
         self.pool = EnginePool(1, clock=self.clock)
@@ -88,6 +88,11 @@ class Home:
         self.info = await self.client.info()
         self.pool.joined(self.address, self.info, self.client)
 
+    async def settle(self) -> None:
+        """Nothing runs and nothing is paused, whatever was cancelled before."""
+        await self.client.abort(None)
+        await self.client.resume()
+
     async def close(self) -> None:
         """End everything."""
         await self.publisher.close()
@@ -126,7 +131,7 @@ class Home:
             pause=self.pause,
         )
 
-    async def transports(self, rounds: int) -> dict[str, Any]:
+    async def transports(self, rounds: int, found: dict[str, Any]) -> None:
         """Publications to an idle engine, transports in turn."""
         publishers = {
             "the run's": self.publisher,
@@ -140,8 +145,8 @@ class Home:
                 decision = await self.publish(PolicyId(1, update), publisher)
                 if at >= 2:  # buffers and folders are made in the first two
                     seen[name].append(decision)
+                    found[name] = self.summary(seen[name])
         await publishers["disk"].close()
-        return {name: self.summary(decisions) for name, decisions in seen.items()}
 
     def summary(self, decisions: list[Decision]) -> dict[str, Any]:
         """Medians, and the slowest pause."""
@@ -175,27 +180,34 @@ class Home:
             for param, value in zip(self.trainer.backend._ready.weights.params, kept, strict=True):
                 param.copy_(value)
 
+    def forget(self) -> None:
+        """Let the weights of past policies go: an engine that starts wants the memory."""
+        self.seen = ([], {})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     # --- Speed --------------------------------------------------------------------------------
 
-    async def throughput(self, concurrency: int, seconds: float) -> dict[str, Any]:
+    async def throughput(self, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         """Tokens/s straight at the engine, and through the producer, in turn."""
         await self.publish(PolicyId(1, 1_000_000))
-        shape = Shape(concurrency=concurrency, n=8, tokens=256, per_sample=False)
+        concurrency, seconds = arguments.concurrency, arguments.seconds
+        shape = Shape(concurrency=concurrency, n=8, tokens=arguments.tokens, per_sample=False)
         rows: dict[str, list[float]] = {"random_prompts": [], "direct": [], "producer": []}
         for _ in range(3):
-            rows["random_prompts"].append(await self._batch(concurrency))
+            rows["random_prompts"].append(await self._batch(concurrency, arguments.tokens))
             direct = await closed_loop(self.address.url, shape, seconds, client=self.client)
             through = await through_producer(self.address.url, shape, seconds, client=self.client)
             rows["direct"].append(direct.tokens_per_s)
             rows["producer"].append(through.tokens_per_s)
-        ratios = [p / d for p, d in zip(rows["producer"], rows["direct"], strict=True)]
-        return {
-            "concurrency": concurrency,
-            "tokens_per_s": {k: [round(x) for x in v] for k, v in rows.items()},
-            "producer_over_direct": round(statistics.median(ratios), 3),
-        }
+            ratios = [p / d for p, d in zip(rows["producer"], rows["direct"], strict=True)]
+            found |= {
+                "concurrency": concurrency,
+                "tokens_per_s": {k: [round(x) for x in v] for k, v in rows.items()},
+                "producer_over_direct": round(statistics.median(ratios), 3),
+            }
 
-    async def _batch(self, concurrency: int) -> float:
+    async def _batch(self, concurrency: int, tokens: int) -> float:
         """One closed batch of different prompts, with log-probs, a request a sample."""
         rng = random.Random(time.time_ns())
         began = time.monotonic()
@@ -204,7 +216,7 @@ class Home:
             ids = tuple(rng.randrange(self.info.vocab_size) for _ in range(128))
             request = GenerateRequest(
                 rid=f"b{time.time_ns()}-{number}", input_ids=ids, salt="e1.u0",
-                sampling=SamplingSettings(max_new_tokens=256, ignore_eos=True),
+                sampling=SamplingSettings(max_new_tokens=tokens, ignore_eos=True),
             )  # fmt: skip
             (answer,) = await self.client.generate(request, deadline_s=300)
             return len(answer.token_ids)

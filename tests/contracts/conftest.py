@@ -23,6 +23,7 @@ import torch
 
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
+from tests.contracts.lane import BEFORE_SPANS, LANE
 from tests.contracts.sglang_engine import KEY, SharedServers, need_environment
 from tests.contracts.tiny_models import save_model, tiny_qwen3
 
@@ -49,6 +50,13 @@ class RunningEngine:
     url: str
     api_key: str | None = None
     kind: str = "embedded"
+    version: str = ""
+    """Of an SGLang server."""
+
+    @property
+    def tells_spans(self) -> bool:
+        """Which weights drew which token; a server that does not has no update sessions either."""
+        return self.version not in BEFORE_SPANS
 
     async def call(self, method: str, path: str, body: object = None) -> Answer:
         raw = body if isinstance(body, bytes) else None if body is None else orjson.dumps(body)
@@ -166,7 +174,7 @@ def embedded(models: Models, **limits: Any) -> Iterator[RunningEngine]:
         yield RunningEngine(server.url, key)
 
 
-ENGINES = ("embedded", pytest.param("sglang", marks=(pytest.mark.sglang, pytest.mark.timeout(400))))
+ENGINES = ("embedded", pytest.param("sglang", marks=(pytest.mark.sglang, LANE.timeout(400))))
 
 
 def only_on(kind: str, because: str) -> pytest.MarkDecorator:
@@ -182,12 +190,13 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
-    made = {name: tiny_qwen3(seed) for seed, name in enumerate("ab")}
+    made = {name: tiny_qwen3(seed, **LANE.shape) for seed, name in enumerate("ab")}
     folders = {
-        name: save_model(model, tmp_path_factory.mktemp(f"model_{name}"))
+        name: save_model(model.to(LANE.dtype), tmp_path_factory.mktemp(f"model_{name}"))
         for name, model in made.items()
     }
-    return Models(folders, made)
+    # What is expected of them is computed in float32, from what was written.
+    return Models(folders, {name: model.float() for name, model in made.items()})
 
 
 _SERVERS = pytest.StashKey[SharedServers]()
@@ -227,8 +236,8 @@ def start_engine(
 
     @contextmanager
     def lend(**limits: Any) -> Iterator[RunningEngine]:
-        with servers.lend(**limits) as url:
-            yield RunningEngine(url, KEY, kind)
+        with servers.lend(**limits) as lent:
+            yield RunningEngine(lent.url, KEY, kind, lent.version)
 
     return lend
 

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ import pytest
 
 from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.settings import SglangSettings
+from tests.contracts.lane import LANE
 
 KEY = "contract-suite-key"
 PYTHON = Path(os.environ.get("MILEPOST_SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
 IS_REQUIRED = os.environ.get("MILEPOST_REQUIRE_SGLANG") == "1"
 
-_ARGS: dict[str, Any] = {"max_total_tokens": 16384, "log_level_http": "warning"}
+_ARGS: dict[str, Any] = {"max_total_tokens": 16384, "log_level_http": "warning", **LANE.args}
 
 
 def need_environment() -> None:
@@ -47,15 +48,15 @@ def owner_of(model: Path, log: Path, **fields: Any) -> SglangOwner:
             "model_path": str(model),
             "python": str(PYTHON),
             "api_key": KEY,
-            "device": "cpu",
-            "dtype": "float32",
+            "device": LANE.device,
+            "dtype": str(LANE.dtype).removeprefix("torch."),
             "max_running_requests": 32,
             "seed": 1,
             "args": args,
             **own,
         }
     )
-    return SglangOwner(slot=0, settings=settings, log_path=str(log), start_deadline_s=300.0)
+    return SglangOwner(slot=0, settings=settings, log_path=str(log), start_deadline_s=LANE.start_s)
 
 
 class SharedServers:
@@ -64,23 +65,23 @@ class SharedServers:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = model
         self._folder = folder
-        self._ordinary: _Running | None = None
-        self._special: _Running | None = None
+        self._ordinary: Lent | None = None
+        self._special: Lent | None = None
 
     @contextmanager
-    def lend(self, **limits: Any) -> Iterator[str]:
-        """The URL of a server with these limits, put back."""
+    def lend(self, **limits: Any) -> Iterator[Lent]:
+        """A server with these limits, put back."""
         running = self._special if limits else self._ordinary
         if running is None or running.limits != limits or not running.is_put_back(self._model):
             if running is not None:
                 running.owner.stop()
             owner = owner_of(self._model, self._folder / "engine.log", **limits)
-            running = _Running(owner, limits, owner.start().url)
+            running = Lent(owner, limits, owner.start().url)
             if limits:
                 self._special = running
             else:
                 self._ordinary = running
-        yield running.url
+        yield running
 
     def close(self) -> None:
         """End the servers."""
@@ -91,10 +92,17 @@ class SharedServers:
 
 
 @dataclass
-class _Running:
+class Lent:
+    """A server that tests share."""
+
     owner: SglangOwner
     limits: dict[str, Any]
     url: str
+    version: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self._open("/server_info", None) as answer:
+            self.version = json.load(answer)["version"]
 
     def is_put_back(self, model: Path) -> bool:
         """Put it back; False where it is dead or does not answer."""
@@ -116,13 +124,16 @@ class _Running:
             time.sleep(0.05)
 
     def _post(self, path: str, body: dict[str, object]) -> int:
-        request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with self._open(path, body) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
+
+    def _open(self, path: str, body: dict[str, object] | None) -> Any:
+        request = urllib.request.Request(
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=60)

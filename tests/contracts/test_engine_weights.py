@@ -18,9 +18,9 @@ from runtime.engines.client import HttpEngineClient
 from runtime.engines.collective import CollectiveGroup
 from runtime.engines.held_port import HeldPort
 from runtime.policy import PolicyId
-from runtime.publication.checksum import checksums
 from tests.contracts.conftest import Models, RunningEngine, only_on
-from tests.contracts.test_engine_contract import GREEDY, LONG, generate
+from tests.contracts.lane import LANE, agree, assert_logprobs
+from tests.contracts.test_engine_contract import GREEDY, LONG, assert_version, generate
 from tests.contracts.tiny_models import (
     CONTEXT,
     reference_after_swap,
@@ -43,7 +43,8 @@ def folder(models: Models, name: str) -> str:
 
 def tensors(models: Models, name: str) -> dict[str, torch.Tensor]:
     """The weights as a trainer exports them: tied ones once."""
-    return {k: v.detach().clone() for k, v in models.models[name].named_parameters()}
+    named = models.models[name].named_parameters()
+    return {k: v.detach().to(LANE.dtype, copy=True) for k, v in named}
 
 
 async def engine_checksums(engine: RunningEngine) -> dict[str, str]:
@@ -104,7 +105,7 @@ async def test_flush_is_refused_while_paused_requests_are_kept(
         await running.tokens(1)
         await engine_server.post("/pause_generation", {"mode": mode})
         answer = await engine_server.post("/flush_cache")
-        if (engine_server.kind, mode) == ("sglang", "retract"):
+        if engine_server.kind == "sglang" and mode == "retract" and engine_server.tells_spans:
             assert answer.status == 200  # they hold no KV any more; 0.5.17 refuses
         else:
             assert (answer.status, answer.body) == (400, "Flush cache failed.\n")
@@ -120,57 +121,66 @@ async def test_flush_is_refused_while_requests_run(engine_server: RunningEngine)
 async def test_in_place_keeps_kv_and_tells_both_policies(
     engine_server: RunningEngine, models: Models
 ):
-    last = await _swapped_under_a_request(engine_server, models, "in_place")
+    last, swaps = await _swapped_under_a_request(engine_server, models, "in_place")
 
-    first, second = last["meta_info"]["weight_versions"]
     assert last["meta_info"]["num_retractions"] == 0
-    output, swap = last["output_ids"], first["end"]
+    old, new, output = models.models["a"], models.models["b"], last["output_ids"]
     found = torch.tensor([t[0] for t in last["meta_info"]["output_token_logprobs"]])
-    old, new = models.models["a"], models.models["b"]
-    before = reference_logprobs(old, [1, 2, 3], output[:swap])
-    torch.testing.assert_close(found[:swap], before, atol=1e-4, rtol=0)
-    after = reference_after_swap(old, new, [1, 2, 3], output, second["start"])
-    torch.testing.assert_close(found[swap:], after, atol=1e-4, rtol=0)
+    before = reference_logprobs(old, [1, 2, 3], output)
+    assert any(
+        agree(found[:swap], before[:swap])
+        and agree(found[swap:], reference_after_swap(old, new, [1, 2, 3], output, swap))
+        for swap in swaps
+    )
 
 
 async def test_retraction_reads_everything_again_with_the_new_policy(
     engine_server: RunningEngine, models: Models
 ):
-    last = await _swapped_under_a_request(engine_server, models, "retract")
+    last, swaps = await _swapped_under_a_request(engine_server, models, "retract")
 
-    first, _ = last["meta_info"]["weight_versions"]
     assert last["meta_info"]["num_retractions"] == 1
-    output, swap = last["output_ids"], first["end"]
+    output = last["output_ids"]
     found = torch.tensor([t[0] for t in last["meta_info"]["output_token_logprobs"]])
-    before = reference_logprobs(models.models["a"], [1, 2, 3], output[:swap])
-    torch.testing.assert_close(found[:swap], before, atol=1e-4, rtol=0)
-    after = reference_logprobs(models.models["b"], [1, 2, 3, *output[:swap]], output[swap:])
-    torch.testing.assert_close(found[swap:], after, atol=1e-4, rtol=0)
+    before = reference_logprobs(models.models["a"], [1, 2, 3], output)
+    after = reference_logprobs(models.models["b"], [1, 2, 3], output)
+    assert any(
+        agree(found[:swap], before[:swap]) and agree(found[swap:], after[swap:]) for swap in swaps
+    )
 
 
-async def _swapped_under_a_request(engine: RunningEngine, models: Models, mode: str) -> Any:
-    """A response that began under ``v1`` = a and went on under ``v2`` = b."""
+async def _swapped_under_a_request(
+    engine: RunningEngine, models: Models, mode: str
+) -> tuple[Any, range]:
+    """A response that began under ``v1`` = a and went on under ``v2`` = b, and where that may be.
+
+    An engine without spans leaves what the stream showed: some tokens before, some after.
+    """
     await engine.post("/update_weight_version", {"new_version": "v1"})
     async with engine.stream({**LONG, "rid": "r"}) as running:
-        await running.tokens(5)
+        old = await running.tokens(5)
         await engine.post("/pause_generation", {"mode": mode})
         swapped = await swap_from_disk(engine, folder(models, "b"), "v2", flush_cache=False)
         assert swapped.status == 200
         await engine.post("/continue_generation")
-        while True:
-            event = await running.next()
-            if event["meta_info"]["weight_version"] == "v2" and len(event["output_ids"]) >= 12:
-                break
+        while (event := await running.next())["meta_info"]["weight_version"] != "v2":
+            old = event
+        if len(event["output_ids"]) < 12:
+            event = await running.tokens(12)
+        seen = range(len(old["output_ids"]), len(event["output_ids"]) + 1)
         # One more after v2 was first told, so that tokens of v2 are surely there.
         await running.tokens(len(event["output_ids"]) + 2)
         await engine.post("/abort_request", {"rid": "r"})
         last = await running.last()
+    if not engine.tells_spans:
+        assert "weight_versions" not in last["meta_info"]
+        return last, seen
     spans = last["meta_info"]["weight_versions"]
     assert [s["version"] for s in spans] == ["v1", "v2"]
     assert spans[0]["start"] == 0
     assert spans[0]["end"] == spans[1]["start"] >= 5
     assert spans[1]["end"] == len(last["output_ids"])
-    return last
+    return last, range(spans[1]["start"], spans[1]["start"] + 1)
 
 
 async def test_a_cached_prefix_is_never_served_by_other_weights(
@@ -187,7 +197,7 @@ async def test_a_cached_prefix_is_never_served_by_other_weights(
     assert fresh.body["meta_info"]["cached_tokens"] == 0
     found = torch.tensor([t[0] for t in fresh.body["meta_info"]["output_token_logprobs"]])
     expected = reference_logprobs(models.models["b"], [1, 2, 3], fresh.body["output_ids"])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert_logprobs(found, expected)
 
 
 async def test_salts_keep_prefixes_apart(engine_server: RunningEngine):
@@ -212,13 +222,13 @@ async def test_disk_update_serves_the_new_weights(engine_server: RunningEngine, 
         },
     )
     sums = await engine_checksums(engine_server)
-    assert sums == checksums(tensors(models, "b").items())
-    assert before == checksums(tensors(models, "a").items())
+    assert sums == LANE.checksums(tensors(models, "b").items())
+    assert before == LANE.checksums(tensors(models, "a").items())
     sample = (await engine_server.post("/generate", generate(return_logprob=True))).body
     assert sample["meta_info"]["weight_version"] == "v1"
     found = torch.tensor([t[0] for t in sample["meta_info"]["output_token_logprobs"]])
     expected = reference_logprobs(models.models["b"], [1, 2, 3], sample["output_ids"])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert_logprobs(found, expected)
 
 
 def _missing_weight(weights: dict[str, torch.Tensor]) -> None:
@@ -301,13 +311,19 @@ async def test_version_alone_can_leave_requests_running(engine_server: RunningEn
         await running.tokens(len(event["output_ids"]) + 2)
         await engine_server.post("/abort_request", {"rid": "r"})
         last = await running.last()
-    assert [s["version"] for s in last["meta_info"]["weight_versions"]] == ["default", "v8"]
+    assert last["meta_info"]["weight_version"] == "v8"
+    if engine_server.tells_spans:
+        assert [s["version"] for s in last["meta_info"]["weight_versions"]] == ["default", "v8"]
 
 
 # The bracket, tensors in the body
 
 
 async def test_tensor_updates_need_the_bracket(engine_server: RunningEngine):
+    if not engine_server.tells_spans:
+        for path in ("/begin_weight_update", "/end_weight_update"):
+            assert (await engine_server.post(path)).status == 404
+        return
     for path, body in (
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}),
@@ -356,7 +372,7 @@ async def test_tensors_in_the_body(engine_server: RunningEngine, models: Models)
             {"success": True, "message": f"Success Weight version updated to t{i}."},
         )
     await engine_server.post("/end_weight_update")
-    assert await engine_checksums(engine_server) == checksums(weights.items())
+    assert await engine_checksums(engine_server) == LANE.checksums(weights.items())
 
 
 @only_on("embedded", "SGLang takes pickles; a bad one ends its server")
@@ -460,7 +476,7 @@ async def test_broadcast_update(engine_server: RunningEngine, models: Models):
         "message": "Succeeded to update parameter online. Weight version updated to d1.",
     }
     await engine_server.post("/end_weight_update")
-    assert await engine_checksums(engine_server) == checksums(weights.items())
+    assert await engine_checksums(engine_server) == LANE.checksums(weights.items())
     destroyed = await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})
     assert destroyed.status == 200
     again = await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})
@@ -536,7 +552,7 @@ async def test_memory_is_given_back_under_a_pause_and_taken_again(
     assert sample["meta_info"]["weight_version"] == "e1.u1"
     found = torch.tensor([t[0] for t in sample["meta_info"]["output_token_logprobs"]])
     expected = reference_logprobs(models.models["b"], [1, 2, 3], sample["output_ids"])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert_logprobs(found, expected)
 
 
 async def test_a_request_that_waits_for_a_swap_finds_no_prefix_of_the_old_weights(
@@ -561,9 +577,7 @@ async def test_a_request_that_waits_for_a_swap_finds_no_prefix_of_the_old_weight
     # The second of them may find what the first one read.
     assert answers[0]["meta_info"]["cached_tokens"] == 0
     for answer in answers:
-        assert answer["meta_info"]["weight_versions"] == [
-            {"version": "e1.u1", "start": 0, "end": 4}
-        ]
+        assert_version(engine, answer["meta_info"], "e1.u1", 4)
         found = torch.tensor([t[0] for t in answer["meta_info"]["output_token_logprobs"]])
         expected = reference_logprobs(models.models["b"], [1, 2, 3], answer["output_ids"])
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        assert_logprobs(found, expected)

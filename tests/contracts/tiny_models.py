@@ -23,9 +23,9 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tiny_qwen3(seed: int) -> Qwen3ForCausalLM:
+def tiny_qwen3(seed: int, **sizes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **sizes}, tie_word_embeddings=True)).eval()
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
