@@ -48,7 +48,7 @@ class Evaluation(Section):
     final: bool = True
     """Evaluate the actual last update when the run ends."""
     overflow: Literal["wait", "skip"] = "wait"
-    """What a third background evaluation in flight does."""
+    """What a third background evaluation in flight does; a required or final one always waits."""
     deadline: PositiveSeconds = 3600.0
     """Total limit of one evaluation, or one try of it in the background, with its retries."""
     sets: dict[SetName, EvaluationSet] = Field(default={})

@@ -6,7 +6,8 @@ Nobody asks the store for it: ``status`` answers from the output root alone.
 from __future__ import annotations
 
 from runtime.checkpoints.bucket import store_name
-from runtime.policy import PolicyId
+from runtime.rundir import history
+from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.receipts import Receipt, read_receipt, write_receipt
 from runtime.rundir.records import CommitRecord
@@ -20,7 +21,8 @@ def write_copied(
 ) -> None:
     """Say that a commit's copy is whole. Idempotent; a receipt of a later commit stays.
 
-    Later is first of all a later epoch: an owner that was passed over says nothing any more.
+    The chain says what is later. What a rewind undid counts as nothing: its receipt goes, whatever
+    its epoch, and an owner that was passed over says nothing any more.
 
     Args:
         root: the run.
@@ -31,9 +33,12 @@ def write_copied(
 
     Raises:
         DiskFull: if there was no room; copying again sends nothing and writes it.
+        ChainUnreadable: if history is damaged.
     """
-    standing = read_copied(root)
-    if standing is not None and standing.policy > PolicyId.parse(commit.policy):
+    commits = {each.policy: each.seq for each in history.standing_commits(Chain(root).read())}
+    found = read_copied(root)
+    newest = -1 if found is None else commits.get(str(found.policy), -1)
+    if commit.policy not in commits or newest > commit.seq:
         return
     write_receipt(
         root,

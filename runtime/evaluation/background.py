@@ -80,7 +80,7 @@ class BackgroundEvaluator:
         """
         if self._is_asked(name, policy):
             return
-        if kind == "cadence" and self.overflow == "skip" and self._num_unsettled() >= IN_FLIGHT:
+        if self._may_skip(name, kind) and self._num_unsettled() >= IN_FLIGHT:
             folder = self.root.evaluation(str(policy), name)
             if ask_once(folder, self._request(name, policy, kind, None)):
                 skip(folder, "busy", time=self.clock.time())
@@ -211,6 +211,11 @@ class BackgroundEvaluator:
             and receipt.reason not in ("superseded", "busy")
             for _, receipt in receipts_of(self.root, records)
         )
+
+    def _may_skip(self, name: str, kind: Kind) -> bool:
+        """The run's last update, and what it owes otherwise, wait for their place."""
+        is_owed = kind == "final" or self.sets[name].asked.is_required(kind)
+        return self.overflow == "skip" and not is_owed
 
     def _num_unsettled(self) -> int:
         records = Chain(self.root).read()

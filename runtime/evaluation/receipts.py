@@ -1,7 +1,8 @@
 """What became of an evaluation: files with one writer each, and the receipt derived from them.
 
-``evaluations/<policy>/<set>/request.json`` is the session's; ``tries/<k>/submission.json`` the
-claim of whoever submits try k, written *before* the call, so that two flows submit once;
+``evaluations/<policy>/<set>/request.json`` is the session's; so is ``final.json``, the request of a
+run that ends where its cadence was skipped as busy; ``tries/<k>/submission.json`` the claim of
+whoever submits try k, written *before* the call, so that two flows submit once;
 ``tries/<k>/started.json`` and ``tries/<k>/result.json`` are the job's. All are created exclusively:
 the first writer wins, nobody edits.
 """
@@ -204,13 +205,18 @@ def ask_once(folder: Path, request: Request) -> bool:
     """Ask for an evaluation, unless anybody has asked for that set at that policy before.
 
     A person and the session may ask at the same moment, for different reasons: whoever is first
-    has asked for both. Idempotent.
+    has asked for both. Only what came to nothing as busy is asked for again, by the end of the run.
+    Idempotent.
 
     Returns:
         Whether this request is the one that stands; its asker alone may say that it came to
         nothing.
     """
-    return _create(folder / "request.json", request) is request
+    if _create(folder / "request.json", request) is request:
+        return True
+    if request.kind != "final" or not _is_busy(_tries(folder)):
+        return False
+    return _create(folder / "final.json", request) is request
 
 
 def claim_try(
@@ -233,7 +239,7 @@ def claim_try(
         FileNotFoundError: if nothing was requested here.
         ValueError: if the tries before it were never made.
     """
-    request = _read(folder / "request.json", Request)
+    request = _request(folder)
     if request is None:
         raise FileNotFoundError(f"no request in {folder}")
     tries = _tries(folder)
@@ -288,11 +294,11 @@ def derive(
     Raises:
         PartialWrite: if one of its files is damaged.
     """
-    request = _read(folder / "request.json", Request)
+    request = _request(folder)
     if request is None:
         return None
     tries = _tries(folder)
-    state, reason = _state(tries, stands, is_alive)
+    state, reason = _state(request, tries, stands, is_alive)
     ended = next((t.result for t in tries if t.result and t.result.state == "succeeded"), None)
     last = ended or (tries[-1].result if tries else None)
     update = PolicyId.parse(request.policy).update
@@ -313,6 +319,11 @@ def derive(
     )
 
 
+def num_resubmissions(tries: tuple[Try, ...]) -> int:
+    """Tries after the first; being skipped as busy is none."""
+    return max(0, sum(not _is_busy((t,)) for t in tries) - 1)
+
+
 def next_try_at(
     tries: tuple[Try, ...],
     state: State,
@@ -327,7 +338,7 @@ def next_try_at(
     """
     if state not in ("failed", "skipped") or (state == "skipped" and reason not in RESUBMITTED):
         return None
-    used = max(0, len(tries) - 1)
+    used = num_resubmissions(tries)
     if used >= MAX_RESUBMISSIONS:
         return None
     prints = [
@@ -342,13 +353,16 @@ def next_try_at(
 
 
 def _state(
-    tries: tuple[Try, ...], stands: bool, is_alive: Callable[[Try], bool | None] | None
+    request: Request,
+    tries: tuple[Try, ...],
+    stands: bool,
+    is_alive: Callable[[Try], bool | None] | None,
 ) -> tuple[State, SkipReason | None]:
     if any(t.result and t.result.state == "succeeded" for t in tries):
         return "succeeded", None
     if not stands:
         return "skipped", "superseded"
-    if not tries:
+    if not tries or (request.kind == "final" and _is_busy(tries)):
         return "requested", None
     newest = tries[-1]
     if newest.result is not None:
@@ -356,6 +370,12 @@ def _state(
     if is_alive is not None and is_alive(newest) is False:
         return "skipped", "crashed"
     return ("running" if newest.started else "submitted"), None
+
+
+def _is_busy(tries: tuple[Try, ...]) -> bool:
+    """The newest came to nothing for want of a place in flight."""
+    result = tries[-1].result if tries else None
+    return result is not None and result.reason == "busy"
 
 
 def _times(request: Request, tries: tuple[Try, ...]) -> dict[State, float]:
@@ -368,6 +388,11 @@ def _times(request: Request, tries: tuple[Try, ...]) -> dict[State, float]:
         if t.result:
             times[t.result.state] = t.result.time
     return times
+
+
+def _request(folder: Path) -> Request | None:
+    """What is asked for now: that of the end of the run, where it came second."""
+    return _read(folder / "final.json", Request) or _read(folder / "request.json", Request)
 
 
 def _tries(folder: Path) -> tuple[Try, ...]:

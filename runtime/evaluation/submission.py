@@ -29,6 +29,7 @@ from runtime.evaluation.receipts import (
     claim_try,
     derive,
     finish_try,
+    num_resubmissions,
 )
 from runtime.policy import PolicyId
 from runtime.rundir import history
@@ -204,7 +205,7 @@ class _Pass:
         if receipt.next_try_at is None:
             why = (
                 f"{MAX_RESUBMISSIONS} resubmissions used up"
-                if len(receipt.tries) > MAX_RESUBMISSIONS
+                if num_resubmissions(receipt.tries) >= MAX_RESUBMISSIONS
                 else "the same failure twice"
             )
             return self._row(receipt, "given_up", f"{why}; --force tries again")

@@ -305,7 +305,8 @@ def _copy(root: RunRoot, records: Records, spec: RunSpec | None) -> Iterator[Row
     if copied is None:
         found = f"no copy in {upload}"
     else:
-        found = f"{copied.policy} whole in {copied.detail.get('store')}"
+        undone = "" if history.is_standing(records, copied.policy) else ", undone since,"
+        found = f"{copied.policy}{undone} whole in {copied.detail.get('store')}"
         found += "" if is_newest else f", {commit.policy} is not in {store_name(upload)} yet"
     is_over = history.is_complete(records)
     missing = (f"{UPLOAD}/{commit.update}",) if is_over and not is_newest else ()

@@ -129,6 +129,33 @@ def test_a_receipt_of_a_later_epoch_stays_whatever_its_update(made: MadeRun) -> 
     assert str(copied.policy) == ours.policy
 
 
+def test_a_receipt_of_a_later_epoch_goes_where_a_rewind_undid_it(made: MadeRun) -> None:
+    """What was restored is older than the newest copy, and nothing newer is ever committed."""
+    made.begin()
+    made.commit(0)
+    made.train(1)
+    standing = made.commit(1)
+    made.begin(restored=standing)
+    made.train(2)
+    undone = made.commit(2)
+    write_copied(made.root, undone, store=STORE, num_bytes=1, time=0.0)
+    made.begin(restored=standing)
+    made.publish(1)
+    made.keep_books()
+    made.end("complete", 1)
+    with_upload(made)
+    (row,) = [row for row in look(made.root).rows if row.name == "copy"]
+    assert row.found == f"e2.u2, undone since, whole in {STORE}, e1.u1 is not in {STORE} yet"
+    assert row.missing == ("upload/1",)
+
+    write_copied(made.root, standing, store=STORE, num_bytes=0, time=0.0)
+    (row,) = [row for row in look(made.root).rows if row.name == "copy"]
+    assert (row.found, row.missing) == (f"e1.u1 whole in {STORE}", ())
+    # Its writer may be slow, and finish only now.
+    write_copied(made.root, undone, store=STORE, num_bytes=1, time=0.0)
+    assert str(read_copied(made.root).policy) == "e1.u1"  # type: ignore[union-attr]
+
+
 def test_a_copy_in_another_store_does_not_count(made: MadeRun) -> None:
     made.run_to(4)
     with_upload(made)

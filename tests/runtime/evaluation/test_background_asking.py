@@ -1,6 +1,7 @@
 """What a session asks others to evaluate: snapshots beside training, requests, results landed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,45 @@ async def test_a_third_one_is_skipped_as_busy_where_that_is_asked(tmp_path: Path
         # The final one always waits for its turn.
         await asking.evaluator.final(PolicyId(1, 10), retries=0, backoff_s=0.0)
         assert asking.receipt(PolicyId(1, 10)).state == "requested"
+
+    await in_session(body)
+
+
+@pytest.mark.parametrize("how", ["complete", "terminated"])
+async def test_what_was_skipped_as_busy_is_owed_once_it_is_the_last(
+    tmp_path: Path, how: str
+) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks, overflow="skip")
+        for update in (2, 4, 8):
+            await asking.ask(PolicyId(1, update))
+        assert asking.receipt(P8).reason == "busy"
+        for _ in range(2):  # a session that is killed meanwhile asks again
+            if how == "complete":
+                await asking.evaluator.final(P8, retries=0, backoff_s=0.0)
+            else:
+                asking.evaluator.ask_later(P8)
+        receipt = asking.receipt(P8)
+        assert (receipt.state, receipt.next_try, receipt.is_settled) == ("requested", 1, False)
+        assert (receipt.request.kind, receipt.request.required) == ("final", True)
+        records = Chain(asking.root).read()
+        assert void_unstarted(asking.root, records, time=1.0) == [
+            "test/e1.u8/held",
+        ]
+        assert asking.receipt(P8).reason == "superseded"
+
+    await in_session(body)
+
+
+async def test_what_is_required_is_not_skipped_as_busy(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        asking = Asking(tmp_path, tasks, overflow="skip")
+        held = asking.evaluator.sets["held"]
+        asked = replace(held.asked, required=True)
+        asking.evaluator.sets = {"held": replace(held, asked=asked)}
+        for update in (2, 4, 6):
+            await asking.ask(PolicyId(1, update))
+        assert asking.receipt(PolicyId(1, 6)).state == "requested"
 
     await in_session(body)
 

@@ -155,11 +155,33 @@ def test_a_job_that_is_gone_without_a_result_has_crashed_and_comes_again(tmp_pat
     ],
 )
 def test_which_skips_are_submitted_again(tmp_path: Path, reason: str, comes_again: bool) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    # A final one is never skipped as busy.
+    kind = "cadence" if reason == "busy" else "final"
+    receipts.write_request(tmp_path, REQUEST.model_copy(update={"kind": kind}))
     receipts.skip(tmp_path, reason, time=110.0)  # type: ignore[arg-type]
     found = receipt(tmp_path)
     assert (found.state, found.reason) == ("skipped", reason)
     assert (found.next_try_at is not None) is comes_again
+
+
+def test_only_the_end_of_a_run_asks_again_and_only_for_what_was_busy(tmp_path: Path) -> None:
+    cadence = REQUEST.model_copy(update={"kind": "cadence", "required": False})
+    later = REQUEST.model_copy(update={"time": 200.0})
+    for name, reason, asker, is_asked in (
+        ("busy", "busy", later, True),
+        ("by hand", "busy", cadence.model_copy(update={"time": 200.0}), False),
+        ("crashed", "crashed", later, False),
+        ("open", None, later, False),
+    ):
+        folder = tmp_path / name
+        assert receipts.ask_once(folder, cadence)
+        if reason:
+            receipts.skip(folder, reason, time=110.0)  # type: ignore[arg-type]
+        assert receipts.ask_once(folder, asker) is is_asked
+        assert not receipts.ask_once(folder, asker.model_copy(update={"time": 300.0}))
+        found = receipt(folder)
+        assert found.request == (later if is_asked else cadence)
+        assert (found.state == "requested") is (is_asked or reason is None)
 
 
 def test_resubmissions_wait_longer_each_time_and_end_after_three(tmp_path: Path) -> None:

@@ -79,6 +79,14 @@ class Owed:
         receipts.write_request(folder, Request.model_validate(request))
         return folder
 
+    def ask_at_the_end(self, update: int) -> Path:
+        """The run ends where the cadence was skipped as busy."""
+        folder = self.ask(update)
+        receipts.skip(folder, "busy", time=self.clock.time())
+        last = {"kind": "final", "required": True, "time": self.clock.time()}
+        receipts.ask_once(folder, request_of(folder).model_copy(update=last))
+        return folder
+
     def submit(self, **rules: object) -> dict[int, Row]:
         asked = Rules(by="test", **rules)  # type: ignore[arg-type]
         rows = submit_due(self.root, self.jobs, asked, clock=self.clock)
@@ -141,6 +149,40 @@ def test_after_three_resubmissions_only_a_person_goes_on(owed: Owed) -> None:
     owed.clock.advance(1e6)
     assert owed.submit()[4].verdict == "given_up"
     assert owed.submit(force=True)[4].verdict == "submitted"
+
+
+def test_a_final_one_skipped_as_busy_before_it_was_the_last_comes_home_like_any_other(
+    owed: Owed,
+) -> None:
+    for update in (2, 4):
+        owed.ask(update)
+    owed.submit()
+    folder = owed.ask_at_the_end(8)
+    assert owed.submit()[8].why == "2 are in flight"
+    for update in (2, 4):
+        owed.end(owed.root.evaluation(f"e1.u{update}", "held"))
+    assert owed.submit()[8].verdict == "submitted"  # at once: nothing of it has failed yet
+    for delay_s in (600.0, 1200.0, 2400.0):
+        owed.crash(folder)
+        assert owed.submit()[8].verdict == "waits"
+        owed.clock.advance(delay_s)
+        assert owed.submit()[8].verdict == "submitted"
+    owed.crash(folder)
+    owed.submit()
+    owed.clock.advance(1e6)
+    assert owed.submit()[8].verdict == "given_up"
+    assert owed.submit(force=True)[8].verdict == "submitted"
+    owed.end(folder)
+    assert owed.submit()[8].verdict == "done"
+
+
+def test_a_cadence_one_skipped_as_busy_stays_skipped(owed: Owed) -> None:
+    folder = owed.ask(4)
+    receipts.skip(folder, "busy", time=owed.clock.time())
+    owed.clock.advance(1e6)
+    for force in (False, True):
+        assert owed.submit(force=force)[4].verdict in ("given_up", "reported")
+    assert owed.jobs.orders == []
 
 
 def test_the_same_failure_twice_stops_it_earlier(owed: Owed) -> None:
@@ -325,7 +367,8 @@ class Submissions(RuleBasedStateMachine):
 
     def _ask(self) -> list[tuple[int, Path]]:
         kinds = {2: "cadence", 4: "cadence", 6: "cadence", 8: "final"}
-        return [(update, self.owed.ask(update, kind)) for update, kind in kinds.items()]
+        asked = [(update, self.owed.ask(update, kind)) for update, kind in kinds.items()]
+        return [*asked, (10, self.owed.ask_at_the_end(10))]
 
     @rule(loses=st.sampled_from(["", "loses_answers", "loses_calls"]))
     def walk(self, loses: str) -> None:
@@ -338,7 +381,7 @@ class Submissions(RuleBasedStateMachine):
         finally:
             self.owed.jobs.loses_answers = self.owed.jobs.loses_calls = False
 
-    @rule(update=st.sampled_from([2, 4, 6, 8]), how=st.sampled_from(["end", "crash", "fail"]))
+    @rule(update=st.sampled_from([2, 4, 6, 8, 10]), how=st.sampled_from(["end", "crash", "fail"]))
     def job_ends(self, update: int, how: str) -> None:
         receipt = receipts.derive(self.folders[update], stands=True)
         open_ = None if receipt is None else receipt.open_try
@@ -378,6 +421,7 @@ class Submissions(RuleBasedStateMachine):
         for update in (2, 4, 6):
             assert len(receipts.derive(self.folders[update], stands=True).tries) <= 1
         assert len(receipts.derive(self.folders[8], stands=True).tries) <= 4
+        assert len(receipts.derive(self.folders[10], stands=True).tries) <= 5  # the first is "busy"
 
 
 def test_any_order_of_passes_and_ends(tmp_path_factory: pytest.TempPathFactory) -> None:
