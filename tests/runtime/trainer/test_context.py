@@ -37,16 +37,17 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def one_long(collection: int) -> TrainBatch:
-    """One prompt with a single response each update: longer than a rank's share of a row."""
+    """Each update has one row of one sequence, of 2 to 91 tokens, an odd number or not."""
     sequences = make_sequences(collection + 40, groups=2, samples=1, longest=90)
     return TrainBatch(update=2 * collection, sequences=sequences, consumed_digest="")
 
 
 def shortest(collection: int) -> TrainBatch:
-    """Rows of a few tokens, some with fewer than there are ranks; slices without a prediction."""
-    sequences = make_sequences(collection, groups=2, samples=1, longest=1)
-    bare = replace(sequences[0], tokens=sequences[0].tokens[-2:], prompt_len=1)
-    return TrainBatch(update=2 * collection, sequences=(bare, sequences[1]), consumed_digest="")
+    """One of both rows of a collection has a single token: fewer than there are ranks."""
+    few = make_sequences(collection, groups=2, samples=1, longest=2)
+    one = make_sequences(collection, groups=1, samples=1, longest=1)[0]
+    bare = replace(one, tokens=one.tokens[-2:], prompt_len=1)
+    return TrainBatch(update=2 * collection, sequences=(bare, few[1]), consumed_digest="")
 
 
 # What makes a loss of more than single tokens, and what scores more than sampled ones.
