@@ -99,11 +99,12 @@ def to_heads(part: Part, *slices: Tensor) -> list[Tensor]:
     if not own:
         slices = tuple(x[:, :, :0] for x in slices)
     heads = [x.shape[1] // ranks for x in slices]
-    split = [
-        x.squeeze(0).transpose(0, 1).unflatten(1, (ranks, h))
+    # [P, t, h, D] of each, then one copy: what goes to a rank lies together.
+    by_rank = [
+        x.squeeze(0).unflatten(0, (ranks, h)).transpose(1, 2)
         for x, h in zip(slices, heads, strict=True)
     ]
-    joint = torch.cat(split, 2).transpose(0, 1).flatten(0, 1)  # [P t, h + 2 k, D]
+    joint = torch.cat(by_rank, 2).flatten(0, 1)
     whole = exchange(joint, [own] * ranks, list(part.sizes), part.group)
     parts = whole.split(heads, 1)
     return [x_ThD.transpose(0, 1)[None] for x_ThD in parts]

@@ -158,7 +158,9 @@ def check_exchange(ranks: Ranks) -> None:
             (gradient,) = torch.autograd.grad(got, own, weight[:, heads], retain_graph=True)
             assert torch.equal(gradient, weight[:, :, tokens])
         back = to_tokens(part, by_heads[0].transpose(1, 2))
-        assert torch.equal(back, mine[0].transpose(1, 2))
+        # Where a rank has no token its model runs with one that nothing came back for.
+        assert back.shape[1] == max(sizes[part.rank], 1)
+        assert torch.equal(back[:, : sizes[part.rank]], mine[0].transpose(1, 2))
         counts = torch.randint(0, 3, (context.size, context.size), generator=numbers)
         send, receive = counts[part.rank].tolist(), counts[:, part.rank].tolist()
         rows = torch.randn(sum(send), 2, generator=numbers)
