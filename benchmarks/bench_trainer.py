@@ -7,6 +7,10 @@ head_size sum(S^2) for causal attention (L layers, S the lengths); a scoring pas
 
     python -m benchmarks.bench_trainer --out p10.json
     python -m benchmarks.bench_trainer --cases packed,eager --steps 8 --out p10.json
+    python -m benchmarks.bench_trainer --cases variants --steps 8 --out variants.json
+
+The case ``variants`` times other ways to score and to step in turn with the trainer's own, and says
+where the GPU stands idle in a call (``trainer_variants``, ``trainer_timeline``).
 
 Beside it: agreement with the plain transformers forward pass, the stall of ``stage`` against a copy
 to pinned memory (P6), and where the GPU's time goes. ``--tiny`` tries the script itself, on a CPU.
@@ -24,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,8 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.trainer_timeline import timeline
+from benchmarks.trainer_variants import COPIED, Variants, gap, in_turn
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch
 from runtime.trainer.settings import LossSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
@@ -235,6 +242,54 @@ class Bench:
         one.stop()
         return found
 
+    def variants(self) -> dict[str, Any]:
+        """Ways to score and to step, in turn; figures of the trainer's own way come first."""
+        config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        config.recompile_limit = 64  # each variant is a graph
+        size = 256 if self.arguments.tiny else 8192
+        one = self.trainer()
+        sequences = make_sequences(self.lengths, self.config.vocab_size)
+        scores = one.score(sequences, temperature=1.0)
+        sequences = tuple(replace(s, logprobs=p) for s, p in zip(sequences, scores, strict=True))
+
+        def step() -> dict[str, float]:
+            batch = TrainBatch(update=one.update + 1, sequences=sequences, consumed_digest="")
+            return one.train_step(batch).values
+
+        timed(step, 2)
+        ways = Variants(one, sequences, step, has_gpu=self.device == "cuda")
+        flop = flop_of_pass(self.config, self.lengths)
+        scoring, wanted = ways.scoring(), ways.score()
+        found: dict[str, Any] = {
+            "case": "variants",
+            "gap_to_now": {name: gap(_tried(call), wanted) for name, call in scoring.items()},
+            "timeline": {},
+        }
+        print(json.dumps(found), flush=True)  # as it comes: a later part may not
+        looked_at = {"score": ways.score, "score, copied": scoring[COPIED], "step": step}
+        for name, call in looked_at.items():
+            made = _tried(partial(timeline, call, group_of))
+            found["timeline"][name] = made if isinstance(made, dict) else {"error": repr(made)}
+            print(json.dumps({f"timeline {name}": found["timeline"][name]}), flush=True)
+        turns = {
+            "score": (scoring, flop, 40.0),
+            "step": (ways.stepping(), 3 * flop, 25.0),
+            "device": ({"recorded graph": ways.replay}, flop, 5.0),  # last: may spoil the rest
+        }
+        for kind, (calls, cost, budget_s) in turns.items():
+            found[kind] = in_turn(
+                calls,
+                timed,
+                lambda: matmul_rate(self.device, size, 10),
+                flop=cost,
+                rounds=self.arguments.steps,
+                budget_s=budget_s,
+            )
+            print(json.dumps({kind: found[kind]}), flush=True)
+        ways.drop_graph()
+        one.stop()
+        return found
+
     def interleaved(self, action: Callable[[], object]) -> tuple[list[float], float]:
         """Milliseconds of each call, and the product's rate measured between every four of them.
 
@@ -333,6 +388,13 @@ class Bench:
         }
 
 
+def _tried(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except Exception as exc:  # an experiment; said again where it is timed
+        return exc
+
+
 def group_of(kernel: str) -> str:
     """The group of a kernel, by its name."""
     name = kernel.lower()
@@ -347,6 +409,9 @@ def show(found: dict[str, Any]) -> str:
         if "error" in case:
             lines.append(f"{case['case']:>13}: {case['error'][:300]}")
             continue
+        if case["case"] == "variants":
+            lines += _show_variants(case)
+            continue
         step, score = case["step"], case["score"]
         lines.append(
             f"{case['case']:>13}: step {step['ms']} ms [{step['min']}, {step['max']}] = "
@@ -358,6 +423,20 @@ def show(found: dict[str, Any]) -> str:
         if profile:
             lines.append(f"{'':>15}{profile['groups_ms']} named {profile['named_share_of_step']}")
     return "\n".join(lines)
+
+
+def _show_variants(case: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for kind in ("score", "step", "device"):
+        for name, row in case[kind].items():
+            away = case["gap_to_now"].get(name) if kind == "score" else None
+            lines.append(f"{kind:>7} {name:<26} {row} gap {away}")
+    for name, line in case["timeline"].items():
+        short = {k: v for k, v in line.items() if k not in ("kernels", "gaps")}
+        lines.append(f"timeline {name}: {short}")
+        lines += [f"    {kernel}" for kernel in line.get("kernels", [])[:16]]
+        lines += [f"    gap {rest}" for rest in line.get("gaps", [])[:5]]
+    return lines
 
 
 def main() -> None:
@@ -377,7 +456,7 @@ def main() -> None:
         cases: list[dict[str, Any]] = []
         for name in arguments.cases.split(","):
             try:
-                cases.append(bench.case(name))
+                cases.append(bench.variants() if name == "variants" else bench.case(name))
             except (RuntimeError, ValueError) as exc:
                 cases.append({"case": name, "error": f"{type(exc).__name__}: {exc}"})
         rates = (bench.ceiling, matmul_rate(bench.device, size))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Elements; matrix products want rows that start at 16 bytes or more."""
 _BATCH = 32 << 20
 """Elements of gradients that wait to be moved together: small ones are slow one by one."""
@@ -40,7 +40,7 @@ class LongWeights:
         for param in params:
             end = at + param.numel()
             self._places.append(slice(at, end))
-            at += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
+            at += -(-param.numel() // ALIGNMENT) * ALIGNMENT
             if at > end:
                 self._gaps.append(slice(end, at))
         device = params[0].device

@@ -6,11 +6,15 @@ product, and one wide product is faster than several narrow ones (q, k, v: 561 a
 TFLOP/s on one H200, 16384 rows of 1024). What follows reads the joint tensor in one kernel
 (``rotary``, ``gate``): a compiler splits it and joins the gradients again, at a greater cost than
 the product gains.
+
+A pass without a gradient saves two copies: weights that lie one after another are read as the one
+they are (``join_weights``), and values stay in the joint tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,9 +24,15 @@ from torch.nn.functional import linear
 from runtime.trainer.torch.attention import packed_attention
 from runtime.trainer.torch.gate import gated
 from runtime.trainer.torch.layout import PackedRow
-from runtime.trainer.torch.rotary import rotate_qkv
+from runtime.trainer.torch.long import ALIGNMENT
+from runtime.trainer.torch.rotary import rotate_qk, rotate_qkv, values
 
 # Legend: T tokens of the row, H heads, K key/value heads, E head size, W = (H + 2 K) E.
+
+VALUES_STAY = True
+"""Attention reads values out of the joint tensor where no gradient is wanted."""
+WEIGHTS_STAY = True
+"""Products read weights that are neighbours as one, where no gradient is wanted."""
 
 _MLP = frozenset({"LlamaMLP", "Qwen2MLP", "Qwen3MLP"})
 _ATTENTION = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"})
@@ -46,7 +56,8 @@ def fuse_projections(model: nn.Module) -> int:
             continue
         if kind not in made:
             # A class, not a method of each instance: one compiled graph serves all layers.
-            made[kind] = type(f"Joint{kind.__name__}", (kind,), {"forward": body})
+            members = {"forward": body, "joint_weight": None}
+            made[kind] = type(f"Joint{kind.__name__}", (kind,), members)
         module.__class__ = made[kind]
         changed += 1
     return changed
@@ -64,18 +75,24 @@ def _attention(
     """Attention of the Llama kind, with or without norms of queries and keys."""
     layers = (self.q_proj, self.k_proj, self.v_proj)
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-    joint_TW = linear(hidden_states.squeeze(0), torch.cat([layer.weight for layer in layers]), bias)
+    joint_TW = linear(hidden_states.squeeze(0), _weight(self, layers), bias)
     cos_1TE, sin_1TE = position_embeddings
     norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None
-    query_THE, key_TKE, value_TKE = rotate_qkv(
+    num_queries = self.q_proj.out_features // self.head_dim
+    rest = (
         joint_TW,
         None if norms is None else norms[0].weight,
         None if norms is None else norms[1].weight,
         cos_1TE.squeeze(0),
         sin_1TE.squeeze(0),
-        self.q_proj.out_features // self.head_dim,
+        num_queries,
         0.0 if norms is None else norms[0].variance_epsilon,
     )
+    if VALUES_STAY and not torch.is_grad_enabled():
+        query_THE, key_TKE = rotate_qk(*rest)
+        value_TKE = values(joint_TW, self.head_dim, num_queries)
+    else:
+        query_THE, key_TKE, value_TKE = rotate_qkv(*rest)
     out_1THE, _weights = packed_attention(
         self,
         query_THE[None].transpose(1, 2),
@@ -91,8 +108,66 @@ def _attention(
 
 def _mlp(self: Any, x: Tensor) -> Tensor:
     """A gated MLP with silu."""
-    weight = torch.cat([self.gate_proj.weight, self.up_proj.weight])
+    weight = _weight(self, (self.gate_proj, self.up_proj))
     return self.down_proj(gated(linear(x.squeeze(0), weight))).unsqueeze(0)
+
+
+def join_weights(model: nn.Module, *, may_move: bool) -> int:
+    """Give blocks of ``fuse_projections`` their joint weight, for passes without a gradient.
+
+    For whole weights, in the dtype and on the device where they stay. Which blocks get one follows
+    from their shapes alone: models of one shape share compiled graphs, so all have them or none.
+
+    Args:
+        model: trained or only scored.
+        may_move: the data of weights that do not lie one after another may move; nobody may have
+            kept views of them.
+
+    Returns:
+        Number of joint weights.
+    """
+    count = 0
+    for module in model.modules():
+        if not hasattr(type(module), "joint_weight"):
+            continue
+        block: Any = module
+        layers: tuple[nn.Linear, ...] = (
+            (block.q_proj, block.k_proj, block.v_proj)
+            if hasattr(block, "q_proj")
+            else (block.gate_proj, block.up_proj)
+        )
+        # A bias would lie between them, or a gap for the sake of alignment.
+        if any(x.bias is not None or x.weight.numel() % ALIGNMENT for x in layers):
+            continue
+        weights = [layer.weight for layer in layers]
+        if may_move and not _are_neighbours(weights):
+            rows = torch.cat([weight.detach() for weight in weights])
+            for weight, part in zip(weights, rows.split([len(w) for w in weights]), strict=True):
+                weight.data = part
+        if _are_neighbours(weights):
+            first = weights[0].detach()
+            shape = (sum(len(weight) for weight in weights), first.shape[1])
+            block.joint_weight = first.as_strided(shape, first.stride(), first.storage_offset())
+            count += 1
+    return count
+
+
+def _are_neighbours(weights: Sequence[Tensor]) -> bool:
+    """Each begins where the one before it ends, in one piece of memory."""
+    return all(
+        a.is_contiguous()
+        and b.is_contiguous()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.data_ptr() + a.nbytes == b.data_ptr()
+        for a, b in pairwise(weights)
+    )
+
+
+def _weight(block: Any, layers: Sequence[nn.Linear]) -> Tensor:
+    """The joint weight: as it lies where that is known and no gradient is wanted."""
+    if WEIGHTS_STAY and block.joint_weight is not None and not torch.is_grad_enabled():
+        return block.joint_weight
+    return torch.cat([layer.weight for layer in layers])
 
 
 def _body(module: Any) -> Callable[..., Any] | None:

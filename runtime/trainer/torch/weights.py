@@ -21,6 +21,7 @@ from runtime.engines.protocol import TensorSpec
 from runtime.trainer.settings import LoraSettings
 from runtime.trainer.torch.long import LongWeights
 from runtime.trainer.torch.lora import adapted, adapter_parts, is_adapter, merged, whole
+from runtime.trainer.torch.projections import join_weights
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import PackedScorer
 
@@ -56,6 +57,8 @@ class Weights:
         self.long: LongWeights | None = None
         if ranks.size == 1 and dtype != torch.float32:
             self.long = LongWeights(self.params, dtype)
+        if ranks.size == 1:
+            join_weights(scorer, may_move=self.long is None)
         self.masters = self._make_masters()
 
     @staticmethod
@@ -67,6 +70,8 @@ class Weights:
         else:
             for param in scorer.parameters():
                 param.data = param.data.to(dtype)
+            # As the policy has them: both run the same compiled graphs.
+            join_weights(scorer, may_move=True)
         return scorer
 
     def _make_masters(self) -> list[nn.Parameter]:

@@ -18,7 +18,9 @@ from runtime.trainer.torch.adamw import LongAdamW
 from runtime.trainer.torch.head import chunked_logprobs
 from runtime.trainer.torch.layout import choose_shape, pack_row
 from runtime.trainer.torch.long import LongWeights
+from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import load_scorer
+from runtime.trainer.torch.weights import Weights
 from tests.runtime.trainer.tiny import make_sequences
 
 no_deadline = settings(deadline=None, max_examples=25)
@@ -121,6 +123,38 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
     assert list(plain_grads) == list(fast_grads)
     for name, gradient in plain_grads.items():
         torch.testing.assert_close(fast_grads[name], gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_trained: bool) -> None:
+    """Joint weights and values read where they lie: the very same log-probs, also later."""
+    sequences = make_sequences(5)
+    bins = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
+    row = pack_row(bins, sequences, torch.device("cpu"))
+    scorer = load_scorer(
+        str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
+        joint_projections=True,
+    )  # fmt: skip
+    masters: list[nn.Parameter] = []
+    if is_trained:
+        masters = Weights(scorer, Ranks(), torch.bfloat16).masters
+    else:
+        Weights.frozen(scorer, Ranks(), torch.bfloat16)
+    joint = [m for m in scorer.modules() if getattr(m, "joint_weight", None) is not None]
+    assert len(joint) == 4  # attention and MLP of two layers
+    seen: list[Tensor] = []
+    for _ in range(3):
+        wanted, _, _ = scorer(row)  # with a gradient: concatenated and copied
+        with torch.no_grad():
+            got, _, _ = scorer(row)
+            assert torch.equal(got, wanted.detach())
+            seen.append(got)
+            for param in masters or scorer.parameters():
+                param.mul_(1.5)
+            if is_trained:
+                for param, master in zip(scorer.parameters(), masters, strict=True):
+                    param.copy_(master)
+    assert not torch.equal(seen[0], seen[2])
 
 
 @pytest.mark.parametrize("with_norm", [True, False])

@@ -1,0 +1,314 @@
+"""Ways to score and to step beside one another, on one loaded trainer, in turn.
+
+A variant is compared with the one the trainer has, in rounds of a few calls each, so that all meet
+the GPU in the same state; every round measures the anchor too. One that fails says so and costs
+only itself. What wins here is still to be built into the trainer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.trainer.packing import Bin
+from runtime.trainer.protocol import Sequence
+from runtime.trainer.torch import projections
+from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.head import chunked_logprobs
+from runtime.trainer.torch.layout import PackedRow
+from runtime.trainer.torch.update import Machinery
+
+COPIED = "weights and values copied"
+
+Call = Callable[[], object]
+Timed = Callable[[Call, int], list[float]]
+
+
+class Variants:
+    """Scoring and stepping of one collection by one trainer, in more than one way."""
+
+    def __init__(
+        self, trainer: TorchTrainer, sequences: tuple[Sequence, ...], step: Call, *, has_gpu: bool
+    ) -> None:
+        self.trainer = trainer
+        self.sequences = sequences
+        self._step = step
+        self._has_gpu = has_gpu
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph_out: torch.Tensor | None = None
+
+    @property
+    def machinery(self) -> Machinery:
+        """Of the trainer."""
+        return self.trainer._ready  # pyright: ignore[reportPrivateUsage]
+
+    def score(self) -> list[NDArray[np.float32]]:
+        """As the trainer does it."""
+        return self.trainer.score(self.sequences, temperature=1.0)
+
+    def scoring(self) -> dict[str, Call]:
+        """By name; the first is what all others are compared with."""
+        return {
+            "now": self.score,
+            COPIED: self._with(weights=False, values=False),
+            "values copied": self._with(weights=True, values=False),
+            "chunk 2048": self._in_chunks(2048),
+            "chunk 8192": self._in_chunks(8192),
+            "cublaslt": self._by_cublaslt(self.score),
+            "two streams": self._on_two_streams,
+            "two rows": self._in_two_rows,
+            "rotation, 2 warps": self._with_warps(2, self.score),
+            "rotation, 8 warps": self._with_warps(8, self.score),
+        }
+
+    def stepping(self) -> dict[str, Call]:
+        """The same for a whole step."""
+        return {
+            "now": self._step,
+            "cublaslt": self._by_cublaslt(self._step),
+            "rotation, 2 warps": self._with_warps(2, self._step),
+            "rotation, 8 warps": self._with_warps(8, self._step),
+        }
+
+    def _with(self, *, weights: bool, values: bool) -> Call:
+        def call() -> object:
+            before = projections.WEIGHTS_STAY, projections.VALUES_STAY
+            projections.WEIGHTS_STAY, projections.VALUES_STAY = weights, values
+            try:
+                return self.score()
+            finally:
+                projections.WEIGHTS_STAY, projections.VALUES_STAY = before
+
+        return call
+
+    def _in_chunks(self, rows: int) -> Call:
+        def call() -> object:
+            scorer = self.machinery.weights.scorer
+            before = scorer._chunk  # pyright: ignore[reportPrivateUsage]
+            scorer._chunk = rows  # pyright: ignore[reportPrivateUsage]
+            try:
+                return self.score()
+            finally:
+                scorer._chunk = before  # pyright: ignore[reportPrivateUsage]
+
+        return call
+
+    def _by_cublaslt(self, action: Call) -> Call:
+        def call() -> object:
+            if not self._has_gpu:
+                return action()
+            before = torch.backends.cuda.preferred_blas_library()
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            try:
+                return action()
+            finally:
+                torch.backends.cuda.preferred_blas_library(before)
+
+        return call
+
+    def _with_warps(self, count: int, action: Call) -> Call:
+        """Another number of warps in the kernels that norm and rotate queries and keys."""
+
+        def call() -> object:
+            if not self._has_gpu:
+                return action()
+            from runtime.trainer.torch import rotary_kernels
+
+            before = rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS
+            rotary_kernels.FORWARD_WARPS = rotary_kernels.BACKWARD_WARPS = count
+            try:
+                return action()
+            finally:
+                rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS = before
+
+        return call
+
+    def _rows(self, bins: list[Bin]) -> list[PackedRow]:
+        everyone = range(len(self.sequences))
+        packed = self.machinery.packer.packed(bins, self.sequences, everyone)
+        return [row for row, _ in packed]
+
+    def _halves(self) -> list[PackedRow]:
+        (units,) = self.machinery.packer.bins(self.sequences, range(len(self.sequences)))
+        half = len(units) // 2
+        return self._rows([units[:half], units[half:]])
+
+    @torch.no_grad()
+    def _in_two_rows(self) -> list[NDArray[np.float32]]:
+        """Half the rows at a time, one stream: what the shorter products cost by themselves."""
+        scorer = self.machinery.weights.scorer
+        with _one_graph_a_shape():
+            found = [scorer(row)[0] for row in self._halves()]
+        return [logprob.cpu().numpy() for logprob in found]
+
+    @torch.no_grad()
+    def _on_two_streams(self) -> list[NDArray[np.float32]]:
+        """Two halves, layer by layer in turn: one waits for memory while the other multiplies."""
+        scorer: Any = self.machinery.weights.scorer
+        base = scorer.causal_lm.base_model
+        weight = scorer.causal_lm.get_output_embeddings().weight
+        rows = self._halves()
+        lanes = [_Lane(self._has_gpu) for _ in rows]
+        hidden: list[Any] = []
+        rotations: list[Any] = []
+        found: list[torch.Tensor] = []
+        for lane, row in zip(lanes, rows, strict=True):
+            with lane.enter():
+                hidden.append(base.embed_tokens(row.token_T[None]))
+                rotations.append(base.rotary_emb(hidden[-1], row.position_T[None]))
+        with _one_graph_a_shape():
+            for layer in base.layers:
+                for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
+                    with lane.enter():
+                        hidden[i] = layer(
+                            hidden[i], attention_mask=None, position_ids=row.position_T[None],
+                            use_cache=False, position_embeddings=rotations[i], packed=row,
+                        )  # fmt: skip
+            for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
+                with lane.enter():
+                    last = base.norm(hidden[i]).squeeze(0).index_select(0, row.source_R)
+                    logprob, _, _ = chunked_logprobs(
+                        last, weight, row.target_R, temperature=1.0, chunk=4096, with_entropy=False
+                    )
+                    found.append(logprob)
+        for lane in lanes:
+            lane.leave()
+        return [logprob.cpu().numpy() for logprob in found]
+
+    @torch.no_grad()
+    def replay(self) -> object:
+        """The model's pass as one recorded graph: no host, no packing, results left on the GPU."""
+        if not self._has_gpu:
+            return None
+        if self._graph is None:
+            scorer = self.machinery.weights.scorer
+            (row,) = self._rows(
+                self.machinery.packer.bins(self.sequences, range(len(self.sequences)))
+            )
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(2):
+                    scorer(row)
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._graph_out = scorer(row)[0]
+            self._graph, self._graph_row = graph, row
+        self._graph.replay()
+        return None
+
+    def drop_graph(self) -> None:
+        """Free what the recorded graph holds."""
+        self._graph = self._graph_out = self._graph_row = None
+
+
+def _one_graph_a_shape() -> AbstractContextManager[None]:
+    """Rows of another length get a graph of their own, as good as that of the first length."""
+    config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    return config.patch(automatic_dynamic_shapes=False)
+
+
+class _Lane:
+    """A stream of its own, which begins after what is ordered already."""
+
+    def __init__(self, has_gpu: bool) -> None:
+        self._stream = torch.cuda.Stream() if has_gpu else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def enter(self) -> Generator[None]:
+        """Order what follows there."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def leave(self) -> None:
+        """Let the current stream wait for it."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def in_turn(
+    calls: dict[str, Call],
+    timed: Timed,
+    anchor: Callable[[], float],
+    *,
+    flop: float,
+    rounds: int,
+    budget_s: float,
+) -> dict[str, Any]:
+    """Time every call in rounds of four, in turn, each with the anchor right before it.
+
+    Args:
+        calls: by name; the first is the one to compare with.
+        timed: milliseconds of each of so many calls.
+        anchor: FLOP/s of the product.
+        flop: model FLOP of a call.
+        rounds: how often each has its turn; fewer when ``budget_s`` is over.
+        budget_s: for all, first calls (which may compile) left out.
+
+    Returns:
+        By name: ``ms``, ``min``, ``over_matmul`` (median over rounds of the share of that round's
+        anchor), ``matmul``, ``against_first`` (ms, in the same rounds); or ``error``.
+    """
+    found: dict[str, Any] = {name: {} for name in calls}
+    ms: dict[str, list[float]] = {name: [] for name in calls}
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        _or_error(partial(timed, call, 3), found[name])
+    began = time.perf_counter()
+    for turn in range(rounds):
+        if turn and time.perf_counter() - began > budget_s:
+            break
+        for name, call in calls.items():
+            rate = anchor()
+            taken = _or_error(partial(timed, call, 4), found[name])
+            if taken is not None:
+                rates[name].append(rate)
+                ms[name].append(statistics.median(taken))
+    first = next(iter(calls))
+    for name, taken in ms.items():
+        if not taken:
+            continue
+        shares = [flop / t * 1e3 / r for t, r in zip(taken, rates[name], strict=True)]
+        less = [t - f for t, f in zip(taken, ms[first], strict=False)]
+        found[name] |= {
+            "ms": round(statistics.median(taken), 2),
+            "min": round(min(taken), 2),
+            "over_matmul": round(statistics.median(shares), 4),
+            "matmul": round(statistics.median(rates[name]) / 1e12, 1),
+            "against_first": round(statistics.median(less), 2) if less else 0.0,
+            "rounds": len(taken),
+        }
+    return found
+
+
+def _or_error(action: Callable[[], list[float]], found: dict[str, Any]) -> list[float] | None:
+    """Once a way failed it is not tried again."""
+    if "error" in found:
+        return None
+    try:
+        return action()
+    except Exception as exc:  # an experiment may fail in any way
+        found["error"] = f"{type(exc).__name__}: {exc}"[:400]
+        return None
+
+
+def gap(found: object, wanted: object) -> float | None:
+    """Largest difference of two results of scoring; None where the first is none."""
+    if not isinstance(found, list) or not isinstance(wanted, list):
+        return None
+    a, b = (np.concatenate([np.ravel(x) for x in some]) for some in (found, wanted))
+    return round(float(np.abs(a - b).max()), 5) if a.shape == b.shape else None
