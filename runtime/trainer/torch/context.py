@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from runtime.errors import ConfigError
 
@@ -46,21 +47,23 @@ class ContextGroup:
 
         Returns:
             The row with tokens, positions and sources of this rank, these counted from its first
-            token, and with ``place_N``; and the tokens of each rank. A rank may have no tokens, or
-            none that predicts.
+            token, and with ``place_N``; and the tokens of each rank. A rank may have none that
+            predicts. Where it has none at all, which only a row of less than P tokens leaves, it
+            gets one that takes part in nothing: models cannot run without any.
         """
         sizes = shares(len(row["token_T"]), self.size)
         start = sum(sizes[: self.rank])
         end = start + sizes[self.rank]
+        mine = slice(start, end) if end > start else slice(0, 1)
         source_R = row["source_R"]
         place_N = np.flatnonzero((source_R >= start) & (source_R < end))
-        mine: Arrays = {
-            "token_T": row["token_T"][start:end],
-            "position_T": row["position_T"][start:end],
+        part: Arrays = {
+            "token_T": row["token_T"][mine],
+            "position_T": row["position_T"][mine],
             "source_R": source_R[place_N] - start,
             "place_N": place_N,
         }
-        return row | mine, sizes
+        return row | part, sizes
 
 
 def shares(tokens: int, ranks: int) -> tuple[int, ...]:
@@ -93,10 +96,17 @@ def to_heads(part: Part, *slices: Tensor) -> list[Tensor]:
         [1, h, T, D] of each.
     """
     ranks, own = len(part.sizes), part.sizes[part.rank]
-    split = [x.squeeze(0).transpose(0, 1).unflatten(1, (ranks, -1)) for x in slices]
-    joint = torch.cat(split, 2).transpose(0, 1).flatten(0, 1)  # [P t, h + 2 k, D]
+    if not own:
+        slices = tuple(x[:, :, :0] for x in slices)
+    heads = [x.shape[1] // ranks for x in slices]
+    # [P, t, h, D] of each, then one copy: what goes to a rank lies together.
+    by_rank = [
+        x.squeeze(0).unflatten(0, (ranks, h)).transpose(1, 2)
+        for x, h in zip(slices, heads, strict=True)
+    ]
+    joint = torch.cat(by_rank, 2).flatten(0, 1)
     whole = exchange(joint, [own] * ranks, list(part.sizes), part.group)
-    parts = whole.split([x.shape[2] for x in split], 1)
+    parts = whole.split(heads, 1)
     return [x_ThD.transpose(0, 1)[None] for x_ThD in parts]
 
 
@@ -104,7 +114,11 @@ def to_tokens(part: Part, out_1ThD: Tensor) -> Tensor:
     """The way back: [1, T, h, D] of this rank's heads to [1, t, H, D] of its tokens."""
     ranks, own = len(part.sizes), part.sizes[part.rank]
     mine = exchange(out_1ThD.squeeze(0), list(part.sizes), [own] * ranks, part.group)
-    return mine.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)[None]
+    out_tHD = mine.view(ranks, own, *mine.shape[1:]).transpose(0, 1).flatten(1, 2)
+    if not own:
+        # Padded, not made anew: the way back through the exchange is the others' too.
+        out_tHD = pad(out_tHD, (0, 0, 0, 0, 0, 1))
+    return out_tHD[None]
 
 
 # An operator of its own, so that a compiler takes it as it is, sizes that change included.
