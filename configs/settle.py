@@ -98,7 +98,7 @@ def settle_rest(spec: RunSpec, topology: Topology, profile: ClusterProfile | Non
     open_values: list[tuple[bool, str, str | int | float | bool | None, str]] = [
         (core.data is None, "core.data", topology.data, "what is left of the trainer's GPUs")
         if topology.trainer_gpus
-        else (core.data is None, "core.data", topology.data, "one rank on CPU"),
+        else (core.data is None, "core.data", topology.data, "one on CPU"),
         (core.tis is None, "core.tis", core.uses_tis, f"old_policy = {core.old_policy}"),
         (
             core.max_mean_logprob_gap is None,

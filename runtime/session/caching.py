@@ -200,6 +200,7 @@ class SessionCaches:
         spec, topology = self.context.spec, self.context.plan.topology
         return {
             "trainer_ranks": topology.trainer_ranks,
+            "context": topology.context,
             "backend": spec.core.backend,
             "compile": spec.core.compile,
             "dtype": spec.model.dtype,

@@ -66,6 +66,7 @@ def jobs(teacher_folder: Path) -> dict[str, Job]:
         "short": Job(settings=replace(SETTINGS, max_tokens_per_bin=9), make=shortest),
         "sequences": Job(settings=replace(SETTINGS, loss=SEQUENCES, teacher=str(teacher_folder))),
         "adapters": Job(settings=ADAPTERS),
+        "once": Job(settings=replace(as_on_gpus, deterministic=True)),
         "again": Job(settings=replace(as_on_gpus, deterministic=True)),
     }
 
@@ -80,18 +81,21 @@ def alone(jobs: dict[str, Job], model_folder: Path) -> dict[str, Found]:
     return {
         name: run(Ranks(), model_folder, settings=job.settings, make=job.make)
         for name, job in jobs.items()
-        if name != "again"
+        if not job.settings.deterministic
     }
 
 
 @pytest.fixture(scope="module")
-def two(
-    jobs: dict[str, Job], model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Found]]:
-    to = tmp_path_factory.mktemp("two")
-    return dict(
-        zip(jobs, run_ranks(2, model_folder, [sharing(j) for j in jobs.values()], to), strict=True)
-    )
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the job "mixed" leaves its state after four updates."""
+    return tmp_path_factory.mktemp("two") / "states"
+
+
+@pytest.fixture(scope="module")
+def two(jobs: dict[str, Job], model_folder: Path, states: Path) -> dict[str, list[Found]]:
+    shared = [sharing(job) for job in jobs.values()]
+    shared[0] = replace(shared[0], save=states)
+    return dict(zip(jobs, run_ranks(2, model_folder, shared, states.parent), strict=True))
 
 
 @pytest.mark.parametrize("name", ["mixed", "long", "short", "sequences", "adapters"])
@@ -112,9 +116,17 @@ def require_same(one: Found, other: Found) -> None:
 
 
 def test_the_same_run_again_is_bit_by_bit_the_same(two: dict[str, list[Found]]) -> None:
-    first, again = two["mixed"][0], two["again"][0]
+    first, again = two["once"][0], two["again"][0]
     assert [figures(v) for v in first.values] == [figures(v) for v in again.values]
     assert gap(first.weights, again.weights) == 0
+
+
+def test_one_rank_reads_the_state_of_two_that_share_rows(
+    jobs: dict[str, Job], two: dict[str, list[Found]], model_folder: Path, states: Path
+) -> None:
+    resumed = run(Ranks(), model_folder, settings=jobs["mixed"].settings, start=states)
+    assert resumed.restored == {"update": 4, "consumed_digest": "digest-2"}
+    assert gap(two["mixed"][0].weights, resumed.weights) < 1e-5
 
 
 def four_ranks(model: Path, job: Job, ranks: Ranks) -> list[dict[str, Any]]:

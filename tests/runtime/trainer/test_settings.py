@@ -58,6 +58,7 @@ def test_every_field_of_the_run_file_arrives() -> None:
             "max_grad_norm": 0.5,
             "updates_per_collection": 2,
             "max_tokens_per_gpu": 1000,
+            "context": 2,
             "packing": "flops",
             "compile": True,
             "policy_grad_norm_every": 5,
@@ -88,6 +89,7 @@ def test_every_field_of_the_run_file_arrives() -> None:
             if field.name not in same | {"kl_reward_coef"}:
                 assert getattr(got, field.name) != getattr(kind(), field.name), field.name
     assert settings.optimizer.lr_decay_updates == 77
+    assert settings.max_tokens_per_bin == 2000
     assert settings.max_mean_logprob_gap == 0.05
     assert settings.distributed_timeout_s == 90.0
 
