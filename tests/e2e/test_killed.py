@@ -33,7 +33,7 @@ def test_run_survives_the_death_of_each_of_its_processes(
     dice.shuffle(victims)
     # An engine spares the epoch: anywhere before the last epoch, whose engine has its own story.
     victims.insert(dice.randrange(len(victims)), "engine actor")
-    assert run.start().how == "started"
+    assert run.start_prepared().how == "started"
     for victim in victims:
         epoch = run.epoch
         run.until_committed(history.committed_update(run.records) + 2)

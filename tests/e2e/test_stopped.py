@@ -25,7 +25,7 @@ def test_run_goes_on_after_every_kind_of_stop(make_run: Callable[..., Run]) -> N
     run = make_run("core.max_updates=10000", "data.epochs=200", "evaluation.every_updates=1000")
     spoil_tracking(run)
 
-    run.start("core.debug_exit_after=3", 'tracking.mode="offline"')
+    run.start_prepared("core.debug_exit_after=3", 'tracking.mode="offline"')
     assert_stopped(run, "debug_exit", "stopped")
     assert [c.update for c in run.commits] == [0, 2, 3]
 

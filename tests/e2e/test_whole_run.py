@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 def test_two_engines_and_two_ranks_go_on_when_an_engine_dies(make_run: Callable[..., Run]) -> None:
     run = make_run("rollout.engines=2", "core.data=2", "core.max_updates=10000", "data.epochs=200")
-    run.start("evaluation.every_updates=1000")
+    run.start_prepared("evaluation.every_updates=1000")
     run.until_committed(2)
     first, _ = run.until_there("engine server", 2)
     first.kill()
