@@ -34,6 +34,8 @@ def test_run_survives_the_death_of_each_of_its_processes(
     # An engine spares the epoch: anywhere before the last epoch, whose engine has its own story.
     victims.insert(dice.randrange(len(victims)), "engine actor")
     assert run.start_prepared().how == "started"
+    run.until_committed(2)
+    assert_without_torch(run)
     for victim in victims:
         epoch = run.epoch
         run.until_committed(history.committed_update(run.records) + 2)
@@ -50,6 +52,12 @@ def test_run_survives_the_death_of_each_of_its_processes(
     assert run.epoch == 1 + len(ENDS_THE_EPOCH), [r for r in run.records if r.kind != "commit"]
     assert run.end.ended_by == "stop_final"
     assert_whole(run, updates=run.end.update)
+
+
+def assert_without_torch(run: Run) -> None:
+    """Whatever trainer and engines have told the session by now, it loads seconds and more."""
+    (session,) = run.role("session")
+    assert [m.path for m in session.memory_maps() if "libtorch" in m.path] == []
 
 
 def assert_held_once_the_only_engine_has_died_too_often(run: Run) -> None:

@@ -17,8 +17,9 @@ from runtime.trainer import group as group_module
 from runtime.trainer.group import Placement, TrainerGroup
 from runtime.trainer.handle import TrainerHandle
 from runtime.trainer.local import LocalGroup
+from runtime.trainer.operations import Operation
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.rank import Operation, RankServer
+from runtime.trainer.rank import RankServer
 from runtime.trainer.settings import OptimizerSettings, TrainerSettings
 
 MakeBatch = Callable[..., TrainBatch]
