@@ -63,6 +63,14 @@ def last_end(records: Callable[[], tuple[Record, ...]]) -> Callable[[], EndRecor
     return read
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session looks often whether it is to end."""
+    from runtime.session import sequence
+
+    monkeypatch.setattr(sequence, "_WATCH_S", 0.01)
+
+
 @pytest.fixture(autouse=True)
 def no_orphans(tmp_path: Path) -> Iterator[None]:
     """No process that names this test's folder outlives it."""
