@@ -83,11 +83,7 @@ def write_collection(path: Path, collection: Collection) -> None:
         ContractViolation: if a group is empty, or spans do not begin where the last one ended.
         DiskFull: if there was no space.
     """
-    rows = [
-        _row(g, s, group, sample)
-        for g, group in enumerate(collection.groups)
-        for s, sample in enumerate(group.samples)
-    ]
+    rows = [row for g, group in enumerate(collection.groups) for row in _rows(g, group)]
     if any(not group.samples for group in collection.groups):
         raise ContractViolation(f"collection {collection.id} holds a group without samples")
     facts = CollectionFacts(
@@ -184,16 +180,10 @@ def _sequences(
         )
 
 
-def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, Any]:
-    starts = [0, *(span.end for span in sample.spans)][:-1]
-    if [span.start for span in sample.spans] != starts:
-        raise ContractViolation(
-            f"group {group.prompt.id}, sample {number}: spans with gaps or overlaps"
-        )
+def _rows(position: int, group: Group) -> Iterator[dict[str, Any]]:
     prompt = group.prompt
-    return {
+    of_group = {
         "group": position,
-        "sample": number,
         "attempt": group.attempt,
         "pass": prompt.id.pass_,
         "index": prompt.id.index,
@@ -202,6 +192,18 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "answer": prompt.answer,
         "verifier": prompt.verifier,
         "metadata": json.dumps(dict(prompt.metadata)),
+    }
+    for number, sample in enumerate(group.samples):
+        ends = [span.end for span in sample.spans]
+        if [span.start for span in sample.spans] != [0, *ends][:-1]:
+            raise ContractViolation(
+                f"group {prompt.id}, sample {number}: spans with gaps or overlaps"
+            )
+        yield {**of_group, "sample": number, **_of_sample(sample, ends)}
+
+
+def _of_sample(sample: Sample, ends: list[int]) -> dict[str, Any]:
+    return {
         "text": sample.text,
         "reward": sample.reward,
         "finish": sample.finish,
@@ -209,7 +211,7 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "logprobs": sample.logprobs,
         "loss_mask": sample.loss_mask,
         "prefill": str(sample.prefill),
-        "span_ends": [span.end for span in sample.spans],
+        "span_ends": ends,
         "span_policies": [str(span.policy) for span in sample.spans],
         "routed": None if sample.routed is None else sample.routed.data,
         "router": None if sample.routed is None else _router_row(sample.routed.shape),

@@ -47,7 +47,8 @@ def see_through(
                 raise ending(launch.attempt, standing, decision)
             return
         sleep(decision.delay_s)
-        launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=launch.attempt)
+        lost = max(launch.attempt, decision.lost_attempt)
+        launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=lost)
 
 
 def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunError:

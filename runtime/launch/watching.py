@@ -38,6 +38,8 @@ class Decision:
     why: str = ""
     delay_s: float = 0.0
     """Before another attempt is submitted."""
+    lost_attempt: int = 0
+    """The newest attempt that is known to be lost, where that is another than the one looked at."""
 
 
 def decide(
@@ -87,12 +89,17 @@ class Owner:
     """``away``: another attempt may take the run up, or finds it complete; ``ended``: none may."""
     what: str
     """Which one, and what became of it."""
+    attempt: int = 0
+    """Its attempt; 0 where nobody can tell."""
 
 
-def decide_turned_away(owner: Owner, *, auto_resume: str, in_a_row: int, attempt: int) -> Decision:
+def decide_turned_away(
+    standing: AttemptStanding, owner: Owner, *, auto_resume: str, in_a_row: int, attempt: int
+) -> Decision:
     """Whether another attempt follows one that was turned away. Pure.
 
     Args:
+        standing: of that attempt.
         owner: who had the run.
         auto_resume: of the run file; only ``milepost`` submits here.
         in_a_row: attempts that were turned away one after the other, this one among them.
@@ -100,7 +107,7 @@ def decide_turned_away(owner: Owner, *, auto_resume: str, in_a_row: int, attempt
     """
     if auto_resume != "milepost":
         return Decision(what="over", why=_whose(auto_resume))
-    if owner.state == "alive":
+    if owner.state == "alive" or any(not rank.kind.is_over for rank in standing.ranks):
         return Decision(what="wait", why=owner.what)
     if owner.state == "ended":
         return Decision(what="over", why=owner.what)
@@ -108,7 +115,9 @@ def decide_turned_away(owner: Owner, *, auto_resume: str, in_a_row: int, attempt
         return Decision(what="over", why=f"{in_a_row} attempts in a row were turned away")
     if attempt >= MOST_ATTEMPTS:
         return Decision(what="over", why=f"{attempt} attempts")
-    return Decision(what="again", why=owner.what, delay_s=_back_off_s(in_a_row))
+    return Decision(
+        what="again", why=owner.what, delay_s=_back_off_s(in_a_row), lost_attempt=owner.attempt
+    )
 
 
 class Watcher:
@@ -160,18 +169,19 @@ class Watcher:
         records = self._records()
         if standing.is_turned_away:
             return decide_turned_away(
+                standing,
                 self._owner(records),
                 auto_resume=self._spec.launch.auto_resume,
                 in_a_row=1 + self._turned_away_before(attempt),
                 attempt=attempt,
             )
-        end = end_of(records, attempt)
+        end, committing = end_of(records, attempt), last_committing(records)
         failure = end.failure if end is not None else None
         return decide(
             standing,
             attempt=attempt,
             auto_resume=self._spec.launch.auto_resume,
-            last_committing=(committing := last_committing(records)),
+            last_committing=committing,
             turned_away=sum(self._was_turned_away(n) for n in range(committing + 1, attempt)),
             is_deterministic=failure is not None
             and not failure.is_exempt
@@ -188,13 +198,14 @@ class Watcher:
         if end is not None:
             failure = end.failure
             may_follow = failure is not None and failure.retry is RetryBy.LAUNCH
-            what = f"{_named(epoch)} ended: {failure.message if failure else end.ended_by}"
             is_away = may_follow or end.state == "complete"
-            return Owner(state="away" if is_away else "ended", what=what)
-        gone = self._presence.gone(records)
-        if gone is not None:
-            return Owner(state="away", what=gone)
-        return Owner(state="alive", what=f"{_named(epoch)} has the run")
+            state = "away" if is_away else "ended"
+            what = f"{_named(epoch)} ended: {failure.message if failure else end.ended_by}"
+        else:
+            gone = self._presence.gone(records)
+            state = "alive" if gone is None else "away"
+            what = gone or f"{_named(epoch)} has the run"
+        return Owner(state=state, what=what, attempt=epoch.attempt)
 
     def _turned_away_before(self, attempt: int) -> int:
         """How many attempts just before this one were turned away, without a gap."""

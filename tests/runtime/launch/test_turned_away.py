@@ -14,7 +14,7 @@ from runtime.errors import ContractViolation, OwnedError, Preempted, RunError
 from runtime.launch.driving import ending
 from runtime.launch.ray_jobs import RayJobs, classify
 from runtime.launch.receipts import Receipts
-from runtime.launch.standing import AttemptClass, AttemptStanding
+from runtime.launch.standing import AttemptClass, AttemptStanding, RankStanding, of_ranks
 from runtime.launch.submitting import Sender
 from runtime.launch.watching import (
     MOST_TURNED_AWAY,
@@ -61,13 +61,14 @@ def watcher(root: RunRoot, tmp_path: Path, auto_resume: str = "milepost") -> Wat
     )
 
 
-def ended(state: str, error: RunError | None = None) -> EndRecord:
+def ended(state: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
     failure = Failure.of(error, step="segment/5", time=0.0) if error else None
     by = "failure" if error else "a person"
     activity = "stopped" if state == "training" else None
     return EndRecord(
-        epoch=1, time=0.0, state=state, activity=activity, ended_by=by, update=3, failure=failure
-    )
+        epoch=epoch, time=0.0, state=state, activity=activity, ended_by=by, update=3,
+        failure=failure,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,13 @@ def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
     unknown = Owner(state="unknown", what="cannot be seen")
 
     def after(in_a_row: int, owner: Owner = unknown, attempt: int = 9) -> Decision:
-        return decide_turned_away(owner, auto_resume="milepost", in_a_row=in_a_row, attempt=attempt)
+        return decide_turned_away(
+            AttemptStanding(kind=AttemptClass.STOPPED, raw="x"),
+            owner,
+            auto_resume="milepost",
+            in_a_row=in_a_row,
+            attempt=attempt,
+        )
 
     delays = [after(n).delay_s for n in range(1, MOST_TURNED_AWAY)]
     assert delays == [10.0, 20.0, 40.0, 80.0]
@@ -132,6 +139,27 @@ def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
     assert after(1, attempt=100).what == "over"
     # While an owner is there it is waited for, however often one was sent before.
     assert after(MOST_TURNED_AWAY, replace(unknown, state="alive")).what == "wait"
+
+
+def test_nobody_follows_while_another_replica_still_runs(root: RunRoot, tmp_path: Path) -> None:
+    own(root, attempt=1)
+    end(root, ended("failed", Preempted("its node was wanted")))
+    leader = RankStanding(rank=0, kind=AttemptClass.FAILED, raw="failed (exit 3)", exit_code=3)
+    for kind, what in ((AttemptClass.RUNNING, "wait"), (AttemptClass.INTERRUPTED, "again")):
+        other = RankStanding(rank=1, kind=kind, raw="x", is_secondary=True)
+        standing = told(of_ranks([leader, other]), Chain(root).read(), 2)
+        assert standing.is_turned_away
+        assert watcher(root, tmp_path).decide(2, standing).what == what
+
+
+def test_a_newer_owner_that_is_gone_is_lost_with_the_one_it_fenced(
+    root: RunRoot, tmp_path: Path
+) -> None:
+    own(root, attempt=1)
+    own(root, attempt=2, epoch=2)
+    end(root, ended("failed", Preempted("its node was wanted"), epoch=2))
+    decision = watcher(root, tmp_path).decide(1, turned_away(root, 1))
+    assert (decision.what, decision.lost_attempt) == ("again", 2)
 
 
 def test_attempts_turned_away_are_not_attempts_without_a_commit() -> None:
