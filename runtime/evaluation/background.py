@@ -21,10 +21,11 @@ from runtime.errors import StoreError
 from runtime.evaluation.asking import ask_for_final
 from runtime.evaluation.found import standing_result
 from runtime.evaluation.opening import Asker
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, ask_once, skip
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet
-from runtime.evaluation.snapshots import receipts_of, release_snapshots, snapshot_of
+from runtime.evaluation.snapshots import release_snapshots, snapshot_of
 from runtime.policy import PolicyId
 from runtime.publication.disk import WeightSource
 from runtime.rundir import history

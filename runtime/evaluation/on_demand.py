@@ -12,8 +12,8 @@ from runtime.data.frozen import open_frozen
 from runtime.errors import ConfigError
 from runtime.evaluation.found import standing_result
 from runtime.evaluation.opening import Asker, frozen_set
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import ask_once
-from runtime.evaluation.snapshots import receipts_of
 from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
