@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -89,6 +90,21 @@ def test_half_a_row_costs_the_table_that_row(tmp_path) -> None:
     run = SimpleNamespace(root=SimpleNamespace(path=tmp_path))
     found = list(artifacts._rows(run))  # type: ignore[arg-type]
     assert found == rows[:2]
+
+
+def test_the_summary_shows_results_that_stand_past_what_cannot_be_read(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.begin()
+    first = made.commit(0)
+    made.evaluate(4)
+    made.begin(restored=first)
+    made.evaluate(2)
+    made.evaluate(4, state="skipped")
+    torn = made.root.evaluation("e2.u6", "holdout") / "tries" / "0" / "result.json"
+    made.evaluate(6)
+    torn.write_text("{")
+    run = SimpleNamespace(root=made.root)
+    assert list(artifacts._evaluations(run)) == [("e2.u2 holdout", 0.5)]  # type: ignore[arg-type]
 
 
 def test_what_the_run_says_goes_through() -> None:
