@@ -13,13 +13,21 @@ from runtime.rundir import history
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
 
+EVERY = "e*.u*"
+"""The pattern of all policies."""
 
-def evaluation_folders(root: RunRoot, policies: str = "e*.u*") -> list[tuple[PolicyId, Path]]:
+
+def at_update(update: int) -> str:
+    """The pattern of an update's policies, of any epoch."""
+    return f"e*.u{update}"
+
+
+def evaluation_folders(root: RunRoot, policies: str = EVERY) -> list[tuple[PolicyId, Path]]:
     """Every evaluation that was asked for, by policy and set; other folders are passed over.
 
     Args:
         root: the run.
-        policies: of those alone whose names fit this pattern.
+        policies: of those alone whose ids fit this pattern: a run may have thousands.
     """
     found: list[tuple[PolicyId, Path]] = []
     for path in root.evaluations.glob(f"{policies}/*"):
@@ -42,7 +50,7 @@ def standing_result(
     Raises:
         PartialWrite: if a file of one is damaged.
     """
-    for policy, folder in reversed(evaluation_folders(root, f"e*.u{update}")):
+    for policy, folder in reversed(evaluation_folders(root, at_update(update))):
         if folder.name != set_name or not history.is_standing(records, policy):
             continue
         receipt = derive(folder, stands=True)

@@ -8,9 +8,8 @@ from pathlib import Path
 import structlog
 
 from runtime.errors import StoreError
-from runtime.evaluation.found import evaluation_folders
+from runtime.evaluation.found import EVERY, evaluation_folders
 from runtime.evaluation.receipts import FIRST_DELAY_S, EvaluationReceipt, derive
-from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
@@ -22,7 +21,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger("evaluation")
 def receipts_of(
     root: RunRoot,
     records: tuple[Record, ...],
-    policy: PolicyId | None = None,
+    policies: str = EVERY,
     *,
     known: Container[Path] = (),
     first_delay_s: float = FIRST_DELAY_S,
@@ -32,11 +31,11 @@ def receipts_of(
     Args:
         root: the run.
         records: the chain, to tell which policies stand.
-        policy: of this one alone.
+        policies: see ``evaluation_folders``.
         known: folders that are not read again.
         first_delay_s: see ``derive``.
     """
-    for found, path in evaluation_folders(root, str(policy or "e*.u*")):
+    for found, path in evaluation_folders(root, policies):
         if path in known:
             continue
         try:

@@ -168,7 +168,7 @@ def release_snapshots(root: RunRoot, epoch: int) -> tuple[str, ...]:
                 if not folder.name.endswith(".writing"):
                     remove_folder(folder)
                 continue
-            found = list(receipts_of(root, records, PolicyId.parse(folder.name)))
+            found = list(receipts_of(root, records, str(PolicyId.parse(folder.name))))
             if not found or not all(receipt.is_settled for _, receipt in found):
                 continue  # without a request it has just been written, and is about to get one
             trash = folder.with_name(f".{folder.name}.deleted")
