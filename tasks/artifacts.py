@@ -16,8 +16,9 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
-from runtime.policy import PolicyId
+from runtime.evaluation.reading import receipts_of
 from runtime.rundir import workflow
+from runtime.rundir.chain import Chain
 from runtime.session.answers import Running
 from tasks.display import only_display, show
 from tasks.handle import RunHandle, Stretch
@@ -119,15 +120,11 @@ def summarise(run: RunHandle) -> str:
 
 
 def _evaluations(run: RunHandle) -> Iterator[tuple[str, float]]:
-    found: list[tuple[PolicyId, str, float]] = []
-    for path in run.root.evaluations.glob("e*.u*/*/tries/*/result.json"):
-        result = json.loads(path.read_bytes())
-        if result.get("state") == "succeeded":
-            folder = path.parents[2]
-            policy = PolicyId.parse(folder.parent.name)
-            found.append((policy, folder.name, result["metrics"]["mean"]))
-    for policy, name, mean in sorted(found):
-        yield f"{policy} {name}", mean
+    """Means of the results that stand, by policy and set."""
+    for _, receipt in receipts_of(run.root, Chain(run.root).read()):
+        if receipt.stands and receipt.result is not None:
+            asked = receipt.request
+            yield f"{asked.policy} {asked.set}", receipt.result.metrics["mean"]
 
 
 def _rows(run: RunHandle) -> Iterator[dict[str, Any]]:

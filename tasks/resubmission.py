@@ -86,5 +86,8 @@ def _when(moment: float | None) -> str:
 
 
 def _link(job: str | None) -> str:
+    """Markdown, as the page renders cells: a whole address would push the column out of sight."""
     base = PREFECT_UI_URL.value()
-    return "" if job is None else f"{base}/runs/flow-run/{job}" if base else job
+    if job is None or not base:
+        return job or ""
+    return f"[flow run]({base}/runs/flow-run/{job})"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from runtime.errors import AttemptError, RunError, ServingError
 from runtime.evaluation.opening import Asker
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import Result, TryError, ask_once, skip
 from runtime.evaluation.shared import FrozenSet
-from runtime.evaluation.snapshots import receipts_of
 from runtime.policy import PolicyId
 from runtime.rundir.failure import fingerprint
 from runtime.rundir.layout import RunRoot

@@ -19,12 +19,13 @@ from runtime.checkpoints.export import ExportReceipt, export_snapshot, read_rece
 from runtime.clock import Clock
 from runtime.errors import StoreError
 from runtime.evaluation.asking import ask_for_final
-from runtime.evaluation.found import standing_result
+from runtime.evaluation.found import at_update, standing_result
 from runtime.evaluation.opening import Asker
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, ask_once, skip
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet
-from runtime.evaluation.snapshots import receipts_of, release_snapshots, snapshot_of
+from runtime.evaluation.snapshots import release_snapshots, snapshot_of
 from runtime.policy import PolicyId
 from runtime.publication.disk import WeightSource
 from runtime.rundir import history
@@ -205,11 +206,10 @@ class BackgroundEvaluator:
         """Asked or answered at this update, under a policy that stands; of any epoch."""
         records = Chain(self.root).read()
         return any(
-            receipt.update == policy.update
-            and receipt.request.set == name
+            receipt.request.set == name
             and receipt.stands
             and receipt.reason not in ("superseded", "busy")
-            for _, receipt in receipts_of(self.root, records)
+            for _, receipt in receipts_of(self.root, records, at_update(policy.update))
         )
 
     def _may_skip(self, name: str, kind: Kind) -> bool:

@@ -38,9 +38,9 @@ from runtime.telemetry.protocol import Axis, TrackingSink
 class Evaluator:
     """Evaluates named sets at the published policy; a result at that update is never made twice."""
 
-    run: str
     root: RunRoot
     sets: Mapping[str, FrozenSet]
+    asker: Asker
     runner: SharedRunner
     metrics: TrackingSink
     lifecycle: LifecycleLog
@@ -63,13 +63,8 @@ class Evaluator:
             return found[1].result.metrics
         folder = self.root.evaluation(str(policy), name)
         if derive(folder, stands=True) is None:
-            asker = Asker(
-                run=self.run,
-                attempt=self.runner.attempt,
-                epoch=self.runner.epoch,
-                clock=self.clock,
-            )
-            write_request(folder, asker.request(self.sets[name], policy, kind, mode="shared"))
+            asked = self.asker.request(self.sets[name], policy, kind, mode="shared")
+            write_request(folder, asked)
         claim = claim_try(folder, by="session", time=self.clock.time())
         if claim is None:
             raise EvaluationFailed(f"another process evaluates {name} at {policy}")
@@ -141,10 +136,7 @@ class Evaluator:
 
         Whoever submits requests runs it, unless an attempt goes on before. Idempotent.
         """
-        asker = Asker(
-            run=self.run, attempt=self.runner.attempt, epoch=self.runner.epoch, clock=self.clock
-        )
-        ask_for_final(self.root, self.sets, policy, asker)
+        ask_for_final(self.root, self.sets, policy, self.asker)
 
     def _failure(self, name: str, policy: PolicyId, error: RunError) -> Result:
         return failed_result(error, set_name=name, time=self.clock.time(), trainer=policy.update)

@@ -10,10 +10,10 @@ from runtime.checkpoints.export import read_receipt
 from runtime.clock import Clock
 from runtime.data.frozen import open_frozen
 from runtime.errors import ConfigError
-from runtime.evaluation.found import standing_result
+from runtime.evaluation.found import at_update, standing_result
 from runtime.evaluation.opening import Asker, frozen_set
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import ask_once
-from runtime.evaluation.snapshots import receipts_of
 from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
@@ -64,8 +64,8 @@ def _asked_at(
 ) -> Path:
     if (found := standing_result(root, records, update=update, set_name=name)) is not None:
         return found[0]
-    for folder, receipt in receipts_of(root, records):
-        if (receipt.update, folder.name) == (update, name) and receipt.stands:
+    for folder, receipt in receipts_of(root, records, at_update(update)):
+        if folder.name == name and receipt.stands:
             return folder
     policy = _policy_at(root, records, update)
     is_live = history.current_end(records) is None

@@ -6,7 +6,7 @@ the same policy whose weights have the same digest will do.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from runtime.checkpoints.export import (
 from runtime.checkpoints.files import remove_folder
 from runtime.checkpoints.resume import restorable_at
 from runtime.errors import RunError, StoreError
-from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, derive
+from runtime.evaluation.reading import receipts_of
+from runtime.evaluation.receipts import Request, Snapshot
 from runtime.policy import PolicyId
 from runtime.rundir import atomic, history
 from runtime.rundir.chain import Chain
@@ -137,36 +138,6 @@ async def make_weights(
     return Weights(folder=folder, receipt=receipt)
 
 
-def receipts_of(
-    root: RunRoot,
-    records: tuple[Record, ...],
-    policy: PolicyId | None = None,
-    *,
-    known: Container[Path] = (),
-) -> Iterator[tuple[Path, EvaluationReceipt]]:
-    """Every evaluation of a run with its folder, by policy and set; damaged ones are logged.
-
-    Args:
-        root: the run.
-        records: the chain, to tell which policies stand.
-        policy: of this one alone.
-        known: folders that are not read again.
-    """
-    places = sorted(
-        (PolicyId.parse(path.parent.name), path.name, path)
-        for path in root.evaluations.glob(f"{policy or 'e*.u*'}/*")
-        if path not in known and (path / "request.json").exists()
-    )
-    for found, _, path in places:
-        try:
-            receipt = derive(path, stands=history.is_standing(records, found))
-        except StoreError as error:
-            _log.warning(Event.EVALUATION_FAILED, folder=str(path), error=error.message)
-            continue
-        if receipt is not None:
-            yield path, receipt
-
-
 def pinned_policies(root: RunRoot, records: tuple[Record, ...]) -> set[str]:
     """Policies whose commits evaluations may still need to be exported from."""
     return {
@@ -197,7 +168,7 @@ def release_snapshots(root: RunRoot, epoch: int) -> tuple[str, ...]:
                 if not folder.name.endswith(".writing"):
                     remove_folder(folder)
                 continue
-            found = list(receipts_of(root, records, PolicyId.parse(folder.name)))
+            found = list(receipts_of(root, records, str(PolicyId.parse(folder.name))))
             if not found or not all(receipt.is_settled for _, receipt in found):
                 continue  # without a request it has just been written, and is about to get one
             trash = folder.with_name(f".{folder.name}.deleted")

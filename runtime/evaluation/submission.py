@@ -6,7 +6,7 @@ or two submitters at once, submit once: the claim's key is asked for again under
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from filelock import SoftFileLease, Timeout
 from runtime.clock import Clock
 from runtime.errors import RunError
 from runtime.evaluation.background import IN_FLIGHT
+from runtime.evaluation.found import evaluation_folders
 from runtime.evaluation.job import JobOrder
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import (
     FIRST_DELAY_S,
     MAX_RESUBMISSIONS,
@@ -112,11 +114,9 @@ class _Pass:
 
     def rows(self) -> Iterator[Row]:
         open_, others = [], []
-        for folder in _folders(self.root):
-            receipt = self._derive(folder)
-            if receipt is None:
-                continue
-            receipt = self._ended(folder, receipt)
+        delay_s = self.rules.first_delay_s
+        for folder, read in receipts_of(self.root, self.records, first_delay_s=delay_s):
+            receipt = self._ended(folder, read)
             (open_ if receipt.open_try is not None else others).append((folder, receipt))
         for folder, receipt in open_:
             row = self._open(folder, receipt)  # whoever it is for, it has one of the places
@@ -256,7 +256,7 @@ def submit_due(root: RunRoot, jobs: Jobs, rules: Rules, *, clock: Clock) -> list
         JobsAway: if nothing takes submissions; what was claimed is asked for again by the next.
         ChainUnreadable: if history is damaged.
     """
-    if not any(_folders(root)):
+    if not evaluation_folders(root):
         return []
     jobs.check()
     with _turn(root) as is_ours:
@@ -287,15 +287,3 @@ def _turn(root: RunRoot) -> Generator[bool]:
 
 def _is_session(submission: Submission | None) -> bool:
     return submission is not None and submission.by == "session"
-
-
-def _folders(root: RunRoot) -> Sequence[Path]:
-    found: list[tuple[PolicyId, Path]] = []
-    for path in root.evaluations.glob("e*.u*/*"):
-        try:
-            policy = PolicyId.parse(path.parent.name)
-        except ValueError:
-            continue
-        if (path / "request.json").is_file():
-            found.append((policy, path))
-    return [path for _, path in sorted(found)]

@@ -300,9 +300,9 @@ def make_evaluator(
         epoch=context.epoch,
     )
     return Evaluator(
-        run=spec.name,
         root=context.root,
         sets=_frozen_sets(spec, prepared, stores),
+        asker=_asker(context),
         runner=runner,
         metrics=recorder.metrics,
         lifecycle=recorder.lifecycle,
@@ -324,18 +324,22 @@ def make_background_evaluator(
     return BackgroundEvaluator(
         root=context.root,
         sets=_frozen_sets(spec, prepared, stores),
-        asker=Asker(
-            run=spec.name,
-            attempt=context.attempt.number,
-            epoch=context.epoch,
-            clock=context.clock,
-        ),
+        asker=_asker(context),
         source=source,
         model=Path(prepared.model),
         overflow=spec.evaluation.overflow,
         tasks=tasks,
         metrics=recorder.metrics,
         lifecycle=recorder.lifecycle,
+        clock=context.clock,
+    )
+
+
+def _asker(context: Context) -> Asker:
+    return Asker(
+        run=context.spec.name,
+        attempt=context.attempt.number,
+        epoch=context.epoch,
         clock=context.clock,
     )
 

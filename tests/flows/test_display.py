@@ -6,6 +6,8 @@ import json
 import logging
 import time
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -13,11 +15,14 @@ from uuid import uuid4
 import httpx
 import pytest
 from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect.states import State, StateType
 
+from runtime.evaluation.reading import receipts_of
+from runtime.evaluation.submission import Row
 from runtime.rundir.control import Control
 from runtime.rundir.liveness import Mark
-from tasks import artifacts, attach, display, phases
+from tasks import artifacts, attach, display, phases, resubmission
 from tasks.artifacts import StretchProgress
 from tasks.attach import staying_attached
 from tasks.display import only_display, show, show_again, show_rest
@@ -89,6 +94,33 @@ def test_half_a_row_costs_the_table_that_row(tmp_path) -> None:
     run = SimpleNamespace(root=SimpleNamespace(path=tmp_path))
     found = list(artifacts._rows(run))  # type: ignore[arg-type]
     assert found == rows[:2]
+
+
+def test_a_row_of_the_table_links_to_its_job_in_a_word(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.begin()
+    made.commit(0)
+    made.evaluate(4)
+    ((_, receipt),) = receipts_of(made.root, made.chain.read())
+    row = Row(root=made.root, receipt=receipt, verdict="done", why="a result stands", job="id")
+    with temporary_settings({PREFECT_UI_URL: "http://ui"}):
+        assert resubmission._as_line(row)["link"] == "[flow run](http://ui/runs/flow-run/id)"
+    assert resubmission._as_line(replace(row, job=None))["link"] == ""
+
+
+def test_the_summary_shows_results_that_stand_past_what_cannot_be_read(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.begin()
+    first = made.commit(0)
+    made.evaluate(4)
+    made.begin(restored=first)
+    made.evaluate(2)
+    made.evaluate(4, state="skipped")
+    torn = made.root.evaluation("e2.u6", "holdout") / "tries" / "0" / "result.json"
+    made.evaluate(6)
+    torn.write_text("{")
+    run = SimpleNamespace(root=made.root)
+    assert list(artifacts._evaluations(run)) == [("e2.u2 holdout", 0.5)]  # type: ignore[arg-type]
 
 
 def test_what_the_run_says_goes_through() -> None:

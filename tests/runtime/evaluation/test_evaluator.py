@@ -8,6 +8,7 @@ from runtime.clock import ManualClock
 from runtime.errors import EvaluationFailed, RunError, TransportError
 from runtime.evaluation.evaluator import Evaluator
 from runtime.evaluation.found import standing_result
+from runtime.evaluation.opening import Asker
 from runtime.evaluation.receipts import derive
 from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
@@ -43,14 +44,15 @@ class Evaluating:
         self.root.create()
         self.asked = Asked(folder)
         self.told = Told()
+        clock = ManualClock()
         self.evaluator = Evaluator(
-            run="test",
             root=self.root,
             sets={"held": self.asked.frozen},
+            asker=Asker(run="test", attempt=1, epoch=1, clock=clock),
             runner=self.asked.runner,
             metrics=self.told,
             lifecycle=self.told,  # type: ignore[arg-type]
-            clock=ManualClock(),
+            clock=clock,
         )
 
     def own(self, *, restored: str | None = None, seq: int | None = None) -> None:

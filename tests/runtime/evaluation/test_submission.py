@@ -19,6 +19,7 @@ from runtime.clock import ManualClock
 from runtime.evaluation import receipts, submission
 from runtime.evaluation.background import IN_FLIGHT
 from runtime.evaluation.job import JobOrder
+from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.receipts import Request, Result, Started, TryError
 from runtime.evaluation.submission import JobsAway, JobState, Row, Rules, submit_due
 from runtime.rundir.chain import Chain
@@ -298,6 +299,16 @@ def test_a_request_before_its_commit_waits(owed: Owed) -> None:
     folder = owed.root.evaluation("e1.u9", "held")
     receipts.write_request(folder, request_of(owed.ask(4)).model_copy(update={"policy": "e1.u9"}))
     assert owed.submit()[9].verdict == "waits"
+
+
+def test_what_cannot_be_read_is_in_nothing_elses_way(owed: Owed) -> None:
+    damaged, _ = owed.ask(2), owed.ask(4, "final")
+    (damaged / "request.json").write_text("{")
+    (owed.root.evaluations / "e1.u4-kept" / "held").mkdir(parents=True)
+    (owed.root.evaluations / "e1.u4-kept" / "held" / "request.json").write_text("{}")
+    assert {update: row.verdict for update, row in owed.submit().items()} == {4: "submitted"}
+    records = Chain(owed.root).read()
+    assert [receipt.update for _, receipt in receipts_of(owed.root, records)] == [4]
 
 
 def request_of(folder: Path) -> Request:
