@@ -260,7 +260,10 @@ class Bench:
         theirs = server_environment(settings, self.folder, {})
         for name, folder in environment(warm).items():
             if Path(folder).is_dir() and name in theirs:
-                shutil.copytree(folder, theirs[name], dirs_exist_ok=True)
+                # Renamed into place: a server that runs may have the file of now mapped.
+                shutil.copytree(
+                    folder, theirs[name], dirs_exist_ok=True, copy_function=replace_whole
+                )
         self.tell(installed_at=str(Path(theirs["TRITON_CACHE_DIR"]).parent))
 
     def owner(self, name: str, model: Path) -> SglangOwner | EmbeddedOwner:
@@ -292,6 +295,14 @@ class Bench:
     def cpu_flag(self) -> list[str]:
         """For processes of ours."""
         return ["--cpu"] if self.arguments.cpu else []
+
+
+def replace_whole(source: str, target: str) -> str:
+    """A copy that is seen whole or not at all."""
+    part = f"{target}.new"
+    shutil.copy2(source, part)
+    Path(part).replace(target)
+    return target
 
 
 def files(root: Path) -> dict[str, tuple[int, int]]:
