@@ -43,14 +43,25 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
 def settle_attention(spec: RunSpec, profile: ClusterProfile | None) -> tuple[str, str]:
     """What the job's GPUs must be able to run; ``auto`` where only the job can see its GPU."""
     chosen = spec.core.attention_backend
+    used = trainer_attention(spec)
     if chosen != "auto":
-        return chosen, "set"
+        return chosen, f"set; {used}"
     if spec.launch.gpus_per_replica == 0:
-        return "sdpa", "no GPU"
+        return "sdpa", f"no GPU; {used}"
     if profile is not None:
-        return profile.attention, f"profile of {profile.name} ({profile.gpu})"
+        return profile.attention, f"profile of {profile.name} ({profile.gpu}); {used}"
     by_gpu = ", ".join(f"{name} on {gen}" for gen, name in ATTENTION_BY_GENERATION.items())
-    return "auto", f"no cluster profile; the preflight takes {by_gpu}"
+    return "auto", f"no cluster profile; the preflight takes {by_gpu}; {used}"
+
+
+def trainer_attention(spec: RunSpec) -> str:
+    """What the trainer computes attention with, whatever its GPUs could run besides."""
+    if spec.core.backend != "torch":
+        return f"the {spec.core.backend} trainer uses it"
+    kernels = "scaled_dot_product_attention"
+    if spec.launch.gpus_per_replica and spec.model.dtype == "bfloat16":
+        kernels += " and variable-length attention"
+    return f"the torch trainer uses torch's own {kernels}"
 
 
 def settle_environment(spec: RunSpec, profile: ClusterProfile | None) -> tuple[dict[str, str], str]:

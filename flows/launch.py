@@ -48,5 +48,5 @@ def launch(
                 raise failed(watched)
             break
         back_off(watched.decision.delay_s)
-        launched = submit(run, reason=watched.decision.why, lost_attempt=watched.attempt)
+        launched = submit(run, reason=watched.decision.why, lost_attempt=watched.lost_attempt)
     return Completed(name="Complete", message=f"{loaded.spec.name}, attempt {launched.attempt}")

@@ -54,6 +54,11 @@ class Watched:
     standing: AttemptStanding
     decision: Decision
 
+    @property
+    def lost_attempt(self) -> int:
+        """The newest attempt that the next one takes over from."""
+        return max(self.attempt, self.decision.lost_attempt)
+
 
 may_ask_again = retried_by(RetryBy.LAUNCH)
 """Retry condition: the error says that whoever launches may try again."""

@@ -27,6 +27,7 @@ from runtime.rundir.atomic import disk_full_as_error, draft, point
 from runtime.trainer import protocol as trainer
 
 _KEY = b"milepost"
+_NO_TEACHER = TeacherScores(0, b"", b"").arrays(0)
 _SCHEMA = pa.schema(
     [
         # Whose sample it is. Prompt columns repeat within a group; compression makes that cheap.
@@ -82,11 +83,7 @@ def write_collection(path: Path, collection: Collection) -> None:
         ContractViolation: if a group is empty, or spans do not begin where the last one ended.
         DiskFull: if there was no space.
     """
-    rows = [
-        _row(g, s, group, sample)
-        for g, group in enumerate(collection.groups)
-        for s, sample in enumerate(group.samples)
-    ]
+    rows = [row for g, group in enumerate(collection.groups) for row in _rows(g, group)]
     if any(not group.samples for group in collection.groups):
         raise ContractViolation(f"collection {collection.id} holds a group without samples")
     facts = CollectionFacts(
@@ -151,44 +148,42 @@ def to_sequences(
             f"for groups of {[len(g.samples) for g in collection.groups]}"
         )
     return tuple(
-        _sequence(g, group, sample, advantage)
+        sequence
         for g, (group, of_group) in enumerate(zip(collection.groups, advantages, strict=True))
-        for sample, advantage in zip(group.samples, of_group, strict=True)
+        for sequence in _sequences(g, group, of_group)
     )
 
 
-def _sequence(position: int, group: Group, sample: Sample, advantage: float) -> trainer.Sequence:
-    num_tokens = len(sample.token_ids)
-    mask = (1.0,) * num_tokens if sample.loss_mask is None else sample.loss_mask
-    is_unrewarded = all(s.reward is None for s in group.samples)
-    teacher = TeacherScores(0, b"", b"") if sample.teacher is None else sample.teacher
-    of_teacher = teacher.arrays(num_tokens if sample.teacher is not None else 0)
-    return trainer.Sequence(
-        tokens=np.asarray(group.prompt.token_ids + sample.token_ids, np.int32),
-        prompt_len=len(group.prompt.token_ids),
-        logprobs=np.asarray(sample.logprobs, np.float32),
-        mask=np.asarray(mask, np.float32),
-        advantage=advantage,
-        span_ends=np.asarray([span.end for span in sample.spans], np.int32),
-        span_updates=np.asarray([span.policy.update for span in sample.spans], np.int32),
-        prefill_update=sample.prefill.update,
-        group=position,
-        is_equal=is_unrewarded or group.is_equal,
-        teacher_logprobs=of_teacher[0],
-        teacher_ids=of_teacher[1],
-    )
-
-
-def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, Any]:
-    starts = [0, *(span.end for span in sample.spans)][:-1]
-    if [span.start for span in sample.spans] != starts:
-        raise ContractViolation(
-            f"group {group.prompt.id}, sample {number}: spans with gaps or overlaps"
+def _sequences(
+    position: int, group: Group, advantages: Sequence[float]
+) -> Iterator[trainer.Sequence]:
+    is_equal = all(s.reward is None for s in group.samples) or group.is_equal
+    prompt = group.prompt.token_ids
+    for sample, advantage in zip(group.samples, advantages, strict=True):
+        num_tokens = len(sample.token_ids)
+        of_teacher = _NO_TEACHER if sample.teacher is None else sample.teacher.arrays(num_tokens)
+        yield trainer.Sequence(
+            tokens=np.array(prompt + sample.token_ids, np.int32),
+            prompt_len=len(prompt),
+            logprobs=np.array(sample.logprobs, np.float32),
+            mask=np.ones(num_tokens, np.float32)
+            if sample.loss_mask is None
+            else np.array(sample.loss_mask, np.float32),
+            advantage=advantage,
+            span_ends=np.array([span.end for span in sample.spans], np.int32),
+            span_updates=np.array([span.policy.update for span in sample.spans], np.int32),
+            prefill_update=sample.prefill.update,
+            group=position,
+            is_equal=is_equal,
+            teacher_logprobs=of_teacher[0],
+            teacher_ids=of_teacher[1],
         )
+
+
+def _rows(position: int, group: Group) -> Iterator[dict[str, Any]]:
     prompt = group.prompt
-    return {
+    of_group = {
         "group": position,
-        "sample": number,
         "attempt": group.attempt,
         "pass": prompt.id.pass_,
         "index": prompt.id.index,
@@ -197,6 +192,18 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "answer": prompt.answer,
         "verifier": prompt.verifier,
         "metadata": json.dumps(dict(prompt.metadata)),
+    }
+    for number, sample in enumerate(group.samples):
+        ends = [span.end for span in sample.spans]
+        if [span.start for span in sample.spans] != [0, *ends][:-1]:
+            raise ContractViolation(
+                f"group {prompt.id}, sample {number}: spans with gaps or overlaps"
+            )
+        yield {**of_group, "sample": number, **_of_sample(sample, ends)}
+
+
+def _of_sample(sample: Sample, ends: list[int]) -> dict[str, Any]:
+    return {
         "text": sample.text,
         "reward": sample.reward,
         "finish": sample.finish,
@@ -204,7 +211,7 @@ def _row(position: int, number: int, group: Group, sample: Sample) -> dict[str, 
         "logprobs": sample.logprobs,
         "loss_mask": sample.loss_mask,
         "prefill": str(sample.prefill),
-        "span_ends": [span.end for span in sample.spans],
+        "span_ends": ends,
         "span_policies": [str(span.policy) for span in sample.spans],
         "routed": None if sample.routed is None else sample.routed.data,
         "router": None if sample.routed is None else _router_row(sample.routed.shape),

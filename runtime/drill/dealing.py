@@ -22,6 +22,8 @@ from runtime.rundir.records import CommitRecord
 PATIENCE_S = 20.0
 _FREEZE = 1.7
 """Leases that a freeze lasts."""
+_LOOK_S = 0.5
+"""Between two looks for a process that is not there yet: each goes through all of the host's."""
 _STORY_S = 120.0
 """For each step of a story of several; the card met nobody when it takes longer."""
 _LATER_S = 2.0
@@ -33,9 +35,9 @@ def strike(run: DrilledRun, blow: Blow, *, patience_s: float = PATIENCE_S) -> fl
     run.ports |= listening(list(processes_of(run.job.root.attempts)))
     match blow.how:
         case "signal":
-            return _signal(run, blow)
+            return _signal(run, blow, patience_s)
         case "freeze":
-            return _freeze(run, blow)
+            return _freeze(run, blow, patience_s)
         case "point":
             return _point(run, blow, patience_s)
         case "two flows":
@@ -44,17 +46,17 @@ def strike(run: DrilledRun, blow: Blow, *, patience_s: float = PATIENCE_S) -> fl
             return _rewind(run, blow)
 
 
-def _signal(run: DrilledRun, blow: Blow) -> float | None:
+def _signal(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
     number = signal.SIGKILL if blow.signal == "kill" else signal.SIGTERM
-    for pid, started in _victims(run, blow.role):
+    for pid, started in _awaited(run, blow.role, patience_s):
         at = time.time()
         if kill_exactly(pid, started, number):
             return at
     return None
 
 
-def _freeze(run: DrilledRun, blow: Blow) -> float | None:
-    victims = _victims(run, blow.role)
+def _freeze(run: DrilledRun, blow: Blow, patience_s: float) -> float | None:
+    victims = _awaited(run, blow.role, patience_s)
     at = time.time()
     frozen = [v for v in victims if kill_exactly(*v, signal.SIGSTOP)]
     if not frozen:
@@ -97,7 +99,7 @@ def _two_flows(run: DrilledRun, blow: Blow) -> float | None:
             return None
         heard.clear()
         fault = run.arm(blow.point, Kind.HOLD, times=blow.times)
-        if _signal(run, blow) is None:
+        if _signal(run, blow, 0.0) is None:
             return None
 
         def have_come() -> bool:
@@ -122,7 +124,7 @@ def _rewind(run: DrilledRun, blow: Blow) -> float | None:
     """An update was evaluated, and the session dies before that update is committed."""
     hold = _Hold(run)
     _wait(run, hold.is_overtaken, _STORY_S, "an evaluation ahead of its commit")
-    at = _signal(run, blow) if hold.is_overtaken() else None
+    at = _signal(run, blow, 0.0) if hold.is_overtaken() else None
     if at is None:
         run.disarm()
         return None
@@ -190,6 +192,21 @@ def _wait(run: DrilledRun, is_so: Callable[[], bool], patience_s: float, what: s
         lambda: is_so() or time.monotonic() >= until or run.observer.is_complete(),
         what,
     )
+
+
+def _awaited(run: DrilledRun, role: str, patience_s: float) -> list[tuple[int, float]]:
+    """Whom a blow meets, as soon as there is anybody: an epoch may be on its way up."""
+    found: list[tuple[int, float]] = []
+    looked_at = -_LOOK_S
+
+    def are_there() -> bool:
+        nonlocal found, looked_at
+        if time.monotonic() - looked_at >= _LOOK_S:
+            looked_at, found = time.monotonic(), _victims(run, role)
+        return bool(found)
+
+    _wait(run, are_there, patience_s, f"the {role}")
+    return found
 
 
 def _victims(run: DrilledRun, role: str) -> list[tuple[int, float]]:

@@ -5,7 +5,8 @@ generation and has 10 s; while it stays unanswered the next one of its round goe
 that the third miss, which is death, comes within ``interval x misses + 5 s`` of the hang however
 long a probe may take. Any answer ends the round, and so do tokens made for others, since a long
 prefill can hold a probe up. A server process that has exited is dead at once. While engines are
-paused, publishing or offloaded they cannot answer: whoever does that to them pauses the monitor.
+paused, publishing or offloaded they cannot answer: whoever does that to them pauses the monitor,
+for one engine where the others serve on.
 
 A dead engine's slot is started again in the background, at most 3 times an hour, with back-off; the
 new incarnation is stale until a publication brings it up to date.
@@ -13,7 +14,7 @@ new incarnation is stale until a publication brings it up to date.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 import anyio
@@ -82,7 +83,8 @@ class HealthMonitor:
         self._busy: set[int] = set()
         self._looking: set[int] = set()
         self._rounds: dict[int, anyio.CancelScope] = {}
-        self._pauses = 0
+        self._burials: dict[int, anyio.Event] = {}
+        self._pauses: Counter[int] = Counter()
         self._tasks: TaskGroup | None = None
 
     # --- Life -------------------------------------------------------------------------------
@@ -132,27 +134,37 @@ class HealthMonitor:
                 tasks.start_soon(runner.stop)
         await self._pool.close()
 
-    def pause(self) -> None:
+    def pause(self, slot: int | None = None) -> None:
         """Engines cannot answer for a while (publication, offload). Nests; ``resume`` each time.
 
         What was asked and is not answered yet says nothing any more.
+
+        Args:
+            slot: whose engine; None: every one's.
         """
-        self._pauses += 1
-        for scope in self._rounds.values():
-            scope.cancel()
+        for each in self._slots(slot):
+            self._pauses[each] += 1
+            if each in self._rounds:
+                self._rounds[each].cancel()
 
-    def resume(self) -> None:
-        """They can again; every engine gets ``first_wait`` before its next probe."""
-        self._pauses -= 1
-        if self._pauses == 0:
-            first = self._clock.monotonic() + self._settings.first_wait_s
-            for watch in self._watches.values():
-                watch.round_at = first
+    def resume(self, slot: int | None = None) -> None:
+        """They can again; each gets ``first_wait`` before its next probe.
 
-    @property
-    def is_paused(self) -> bool:
-        """Somebody has paused it."""
-        return self._pauses > 0
+        Args:
+            slot: as it was given to ``pause``.
+        """
+        first = self._clock.monotonic() + self._settings.first_wait_s
+        for each in self._slots(slot):
+            self._pauses[each] -= 1
+            if not self._pauses[each] and each in self._watches:
+                self._watches[each].round_at = first
+
+    def is_paused(self, slot: int) -> bool:
+        """Somebody has paused it for this slot."""
+        return self._pauses[slot] > 0
+
+    def _slots(self, slot: int | None) -> list[int]:
+        return list(self._runners) if slot is None else [slot]
 
     # --- What it answers for ------------------------------------------------------------------
 
@@ -160,9 +172,12 @@ class HealthMonitor:
         """End an engine for good: its requests are given up, its process is gone on return.
 
         For publications too, which kill whatever they could not verify. Recovery, where enabled,
-        starts the slot again in the background. False when that incarnation is gone already.
+        starts the slot again in the background. False when that incarnation is gone already, or
+        somebody else has just ended it.
         """
         if not self._pool.mark_dead(slot, incarnation, reason):
+            if slot in self._burials:
+                await self._burials[slot].wait()
             return False
         if slot in self._rounds:
             self._rounds[slot].cancel()
@@ -225,10 +240,9 @@ class HealthMonitor:
     async def look(self) -> None:
         """Begin a check of every engine that is not being checked, and restart who is dead."""
         assert self._tasks is not None
-        if not self.is_paused:
-            for engine in self._pool.live():
-                if engine.slot not in self._busy:
-                    self._look_at(engine, self._tasks)
+        for engine in self._pool.live():
+            if engine.slot not in self._busy and not self.is_paused(engine.slot):
+                self._look_at(engine, self._tasks)
         for view in self._pool.views():
             if view.state is SlotState.DEAD:
                 self._restart_soon(view.slot)
@@ -294,6 +308,7 @@ class HealthMonitor:
     async def _bury(self, slot: int) -> None:
         """End whatever is left of the server; a new one may need its memory and its port."""
         self._busy.add(slot)
+        buried = self._burials[slot] = anyio.Event()
         try:
             if faults.plan is not None:
                 await faults.plan.pause("engine.bury")
@@ -301,6 +316,8 @@ class HealthMonitor:
                 await self._runners[slot].stop()
         finally:
             self._busy.discard(slot)
+            del self._burials[slot]
+            buried.set()
 
     def _restart_soon(self, slot: int) -> None:
         if self._tasks is None or slot in self._busy or self.is_exhausted(slot):

@@ -59,8 +59,8 @@ def win_or_attach(
         clock: of this process.
         here: this host and boot.
         lost_attempt: an attempt that the caller has found lost (by ``ensure``, or because its
-            scheduler says so): its owner is not taken for alive any more. Its guard's lease decides
-            in the end.
+            scheduler says so): neither its owner nor that of an older one is taken for alive any
+            more. The guard's lease decides in the end.
 
     Returns:
         The launch, and with ``started`` the attempt's folder, won and still empty.
@@ -78,10 +78,11 @@ def win_or_attach(
     if history.is_complete(records):
         return Launch(how="complete", attempt=last), None
     waiting = pending_of(newest, records, here)
-    is_lost = waiting is not None and waiting.attempt.number == lost_attempt
-    if waiting is not None and not waiting.is_over and not is_lost:
+    # It was only made because those before it were lost.
+    lost = lost_attempt or 0
+    if waiting is not None and not waiting.is_over and waiting.attempt.number > lost:
         return _attach(waiting.attempt, waiting.claim, claim, spec_json), None
-    is_live = epoch is not None and history.current_end(records) is None and last != lost_attempt
+    is_live = epoch is not None and history.current_end(records) is None and last > lost
     if is_live and Presence(root, clock=clock, here=here).gone(records) is None:
         attempt = root.attempt(last)
         return _attach(attempt, read_claim(attempt), claim, spec_json), None

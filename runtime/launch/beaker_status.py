@@ -89,6 +89,7 @@ def newest_per_rank(jobs: Iterable[Any]) -> dict[int, Any]:
 
 def _rank(rank: int, job: Any) -> RankStanding:
     kind, raw, reason, code = _classify(job.status)
+    is_failed = kind is AttemptClass.FAILED and job.status.HasField("exit_code")
     return RankStanding(
         rank=rank,
         kind=kind,
@@ -97,6 +98,7 @@ def _rank(rank: int, job: Any) -> RankStanding:
         host=job.assignment_details.node_id,
         job=job.id,
         is_secondary=code in _SIBLINGS,
+        exit_code=job.status.exit_code if is_failed else None,
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from configs.load import LoadedRun
-from runtime.errors import Interrupted, Preempted, RunError, ServiceUnavailable
+from runtime.errors import Interrupted, OwnedError, Preempted, RunError, ServiceUnavailable
 from runtime.launch.image.settling import settle
 from runtime.launch.sending import sender_of
 from runtime.launch.standing import AttemptClass, AttemptStanding
@@ -47,7 +47,8 @@ def see_through(
                 raise ending(launch.attempt, standing, decision)
             return
         sleep(decision.delay_s)
-        launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=launch.attempt)
+        lost = max(launch.attempt, decision.lost_attempt)
+        launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=lost)
 
 
 def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunError:
@@ -58,6 +59,8 @@ def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunEr
         return Preempted(message)
     if standing.kind is AttemptClass.INTERRUPTED:
         return Interrupted(message)
+    if standing.is_turned_away:
+        return OwnedError(message)
     return RunError(message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ _DEPLOYMENT = {
 }
 _JOB = {"STOPPED": AttemptClass.CANCELED, "FAILED": AttemptClass.FAILED}
 _TIME_LIMITS = ("DeadlineExceeded", "PreRunningDeadlineExceeded")
+_EXITED = re.compile(r"Job entrypoint command failed with exit code (-?\d+)\b")
+"""Ray's words, which the operator passes on; it has no field for the status."""
 
 
 class KubeRayLaunch:
@@ -172,7 +175,10 @@ def classify(status: Mapping[str, Any]) -> AttemptStanding:
         # The cluster went away under the job: no exit status of the guard's was seen.
         kind = AttemptClass.INTERRUPTED if job else AttemptClass.FAILED
     raw = "/".join(part for part in (deployed, job, reason) if part) or "created"
-    return AttemptStanding(kind=kind, raw=raw, reason=message or reason)
+    said = _EXITED.match(message)
+    return AttemptStanding(
+        kind=kind, raw=raw, reason=message or reason, exit_code=int(said[1]) if said else None
+    )
 
 
 def kuberay_backend(

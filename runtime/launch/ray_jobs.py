@@ -211,8 +211,8 @@ def classify(job: Mapping[str, Any]) -> AttemptStanding:
     raw = str(job.get("status"))
     message = str(job.get("message") or "")
     kind = _RAW.get(raw, AttemptClass.STOPPED)
+    code = cast("int | None", job.get("driver_exit_code"))
     if raw == "FAILED":
-        code = job.get("driver_exit_code")
         setup = job.get("error_type") in (
             "RUNTIME_ENV_SETUP_FAILURE",
             "JOB_SUPERVISOR_ACTOR_START_FAILURE",
@@ -220,7 +220,8 @@ def classify(job: Mapping[str, Any]) -> AttemptStanding:
         is_lost = code is None and not setup
         kind = AttemptClass.INTERRUPTED if is_lost else AttemptClass.FAILED
         raw = f"FAILED ({job.get('error_type') or f'exit {code}'})"
-    return AttemptStanding(kind=kind, raw=raw, reason=message.splitlines()[0] if message else "")
+    first = message.splitlines()[0] if message else ""
+    return AttemptStanding(kind=kind, raw=raw, reason=first, exit_code=code)
 
 
 def ray_backend(

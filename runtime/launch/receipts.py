@@ -56,6 +56,8 @@ class LaunchReceipt(BaseModel):
     allocated_gpus: int | None = None
     """GPU slots that were paid for at once: a large memory request can take more than were asked
     for."""
+    turned_away: bool = False
+    """It ended because another process owned the run: it counts as no attempt of the training."""
     time: float
     """Seconds since the Unix epoch, of the first writing."""
     detail: dict[str, Any] = Field(default_factory=dict)
@@ -108,12 +110,24 @@ class Receipts:
             if standing is not None and noted != standing:
                 self.write(noted)
         except (OSError, StoreError) as error:
-            # Loaded here: it brings rich, which `status` has no need of.
-            from runtime.telemetry.log import get_logger
-
-            get_logger().warning(Event.LAUNCH_UNNOTED, key=receipt.key, **told, error=str(error))
+            _say_unnoted(receipt, error, **told)
             return _with_most(receipt, told)
         return noted
+
+    def note_turned_away(self, receipt: LaunchReceipt) -> None:
+        """Keep that another owner of the run turned this attempt away. Idempotent.
+
+        Where it cannot be kept that is logged, and the attempt counts like any other.
+
+        Args:
+            receipt: as it was read before the scheduler was asked.
+        """
+        try:
+            standing = _read(self._path(receipt))
+            if standing is not None and not standing.turned_away:
+                self.write(standing.model_copy(update={"turned_away": True}))
+        except (OSError, StoreError) as error:
+            _say_unnoted(receipt, error, turned_away=True)
 
     def remove(self, receipt: LaunchReceipt) -> None:
         """Take a receipt back: nothing of ours runs under its name. Idempotent."""
@@ -131,6 +145,13 @@ class Receipts:
 
     def _path(self, receipt: LaunchReceipt) -> Path:
         return self.folder / f"{receipt.key}.json"
+
+
+def _say_unnoted(receipt: LaunchReceipt, error: Exception, **facts: object) -> None:
+    # Loaded here: it brings rich, which `status` has no need of.
+    from runtime.telemetry.log import get_logger
+
+    get_logger().warning(Event.LAUNCH_UNNOTED, key=receipt.key, **facts, error=str(error))
 
 
 def _with_most(receipt: LaunchReceipt, told: Mapping[str, int | None]) -> LaunchReceipt:

@@ -13,8 +13,8 @@ from configs.run import RunSpec
 from runtime.errors import ConfigError, RunError
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.sending import backend_of
-from runtime.launch.standing import AttemptStanding, with_end
-from runtime.launch.watching import end_of
+from runtime.launch.standing import AttemptStanding
+from runtime.launch.watching import told
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
@@ -105,8 +105,8 @@ def report(root: RunRoot, spec: RunSpec | None = None) -> SchedulerReport | None
     receipt = kept.note_gpus(
         receipt, active=standing.active_gpus, allocated=standing.allocated_gpus
     )
-    end = end_of(_records(root), receipt.attempt)
-    return SchedulerReport(receipt=receipt, standing=with_end(standing, end))
+    standing = told(standing, _records(root), receipt.attempt)
+    return SchedulerReport(receipt=receipt, standing=standing)
 
 
 def stop_at_scheduler(root: RunRoot, spec: RunSpec | None = None) -> str | None:

@@ -63,6 +63,8 @@ class RankStanding:
     job: str = ""
     is_secondary: bool = False
     """It only followed a sibling: the sibling's class counts."""
+    exit_code: int | None = None
+    """Of its process; None where it has none, or the scheduler does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class AttemptStanding:
     kind: AttemptClass
     raw: str
     reason: str = ""
+    exit_code: int | None = None
+    """The guard's; None while it runs, or where the scheduler does not tell."""
+    is_turned_away: bool = False
+    """Another process owned the run: this attempt trained nothing, or nothing more."""
     ranks: tuple[RankStanding, ...] = ()
     oddities: tuple[str, ...] = ()
     """What is off about the group: ids, ranks, leader selection."""
@@ -99,6 +105,7 @@ def of_ranks(ranks: Sequence[RankStanding], oddities: Sequence[str] = ()) -> Att
         kind=kind,
         raw=chosen.raw,
         reason=chosen.reason if len(ranks) == 1 else _of_rank(chosen),
+        exit_code=chosen.exit_code,
         ranks=tuple(sorted(ranks, key=lambda each: each.rank)),
         oddities=tuple(oddities),
     )

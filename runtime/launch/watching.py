@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from configs.load import LoadedRun
+from runtime.errors import RetryBy
 from runtime.launch.receipts import LaunchReceipt
 from runtime.launch.standing import AttemptClass, AttemptStanding, with_end
 from runtime.launch.submitting import Sender, is_reachable
 from runtime.rundir import history
+from runtime.rundir.attempt import EXIT_NOT_OWNER
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import EndRecord, Record
+from runtime.rundir.presence import Presence
+from runtime.rundir.processes import HostBoot
+from runtime.rundir.records import EndRecord, EpochRecord, Record
 
 MOST_WITHOUT_COMMIT = 5
-"""Attempts in a row that may be lost before one of them has committed."""
+"""Attempts in a row that may be lost before one of them has committed; one that another owner of
+the run turned away is none of them."""
+MOST_TURNED_AWAY = 5
+"""Attempts in a row."""
 MOST_ATTEMPTS = 100
 """Of a run, resubmitted by itself."""
 BACKOFF_S = 10.0
@@ -31,6 +38,8 @@ class Decision:
     why: str = ""
     delay_s: float = 0.0
     """Before another attempt is submitted."""
+    lost_attempt: int = 0
+    """The newest attempt that is known to be lost, where that is another than the one looked at."""
 
 
 def decide(
@@ -39,6 +48,7 @@ def decide(
     attempt: int,
     auto_resume: str,
     last_committing: int,
+    turned_away: int = 0,
     is_deterministic: bool = False,
 ) -> Decision:
     """Whether another attempt follows this one. Pure.
@@ -48,6 +58,7 @@ def decide(
         attempt: its number.
         auto_resume: of the run file; only ``milepost`` submits here.
         last_committing: the attempt that made the newest commit, 0 before there is one.
+        turned_away: of the attempts since then, those that another owner turned away.
         is_deterministic: the attempt failed as one before it did, with no commit between.
     """
     if not standing.kind.is_over:
@@ -55,24 +66,65 @@ def decide(
     if not standing.kind.is_taken_away:
         return Decision(what="over", why=standing.kind)
     if auto_resume != "milepost":
-        whose = "the scheduler's" if auto_resume == "scheduler" else "a person's"
-        return Decision(what="over", why=f"{standing.kind}; going on is {whose} decision")
+        return Decision(what="over", why=f"{standing.kind}; {_whose(auto_resume)}")
     if any(not rank.kind.is_over for rank in standing.ranks):
         # They have not heard yet, and one of them may own the run: the next would be turned away.
         return Decision(what="wait", why=standing.reason or standing.raw)
     if is_deterministic:
         return Decision(what="over", why="the same failure twice without a commit between")
-    fruitless = attempt - last_committing
+    fruitless = attempt - last_committing - turned_away
     if fruitless >= MOST_WITHOUT_COMMIT:
         return Decision(what="over", why=f"{fruitless} attempts without a commit")
     if attempt >= MOST_ATTEMPTS:
         return Decision(what="over", why=f"{attempt} attempts")
-    delay_s = min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** max(0, fruitless - 1))
-    return Decision(what="again", why=standing.reason or standing.raw, delay_s=delay_s)
+    why = standing.reason or standing.raw
+    return Decision(what="again", why=why, delay_s=_back_off_s(fruitless))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Who had the run when an attempt was turned away."""
+
+    state: Literal["alive", "away", "ended", "unknown"]
+    """``away``: another attempt may take the run up, or finds it complete; ``ended``: none may."""
+    what: str
+    """Which one, and what became of it."""
+    attempt: int = 0
+    """Its attempt; 0 where nobody can tell."""
+
+
+def decide_turned_away(
+    standing: AttemptStanding, owner: Owner, *, auto_resume: str, in_a_row: int, attempt: int
+) -> Decision:
+    """Whether another attempt follows one that was turned away. Pure.
+
+    Args:
+        standing: of that attempt.
+        owner: who had the run.
+        auto_resume: of the run file; only ``milepost`` submits here.
+        in_a_row: attempts that were turned away one after the other, this one among them.
+        attempt: its number.
+    """
+    if auto_resume != "milepost":
+        return Decision(what="over", why=_whose(auto_resume))
+    if owner.state == "alive" or any(not rank.kind.is_over for rank in standing.ranks):
+        return Decision(what="wait", why=owner.what)
+    if owner.state == "ended":
+        return Decision(what="over", why=owner.what)
+    if in_a_row >= MOST_TURNED_AWAY:
+        return Decision(what="over", why=f"{in_a_row} attempts in a row were turned away")
+    if attempt >= MOST_ATTEMPTS:
+        return Decision(what="over", why=f"{attempt} attempts")
+    return Decision(
+        what="again", why=owner.what, delay_s=_back_off_s(in_a_row), lost_attempt=owner.attempt
+    )
 
 
 class Watcher:
-    """Looks at the newest attempt of one run, again and again. Holds no state of its own."""
+    """Looks at the newest attempt of one run, again and again.
+
+    Its only state is when the run's owner was last seen to be there.
+    """
 
     def __init__(self, loaded: LoadedRun, sender: Sender) -> None:
         """Follow the run of a file through the backend that it was sent with."""
@@ -80,6 +132,7 @@ class Watcher:
         self._sender = sender
         self._root = RunRoot.of(loaded.spec.output.root)
         self._can_read = is_reachable(loaded, self._root)
+        self._presence = Presence(self._root, clock=sender.clock, here=HostBoot.here())
 
     def receipt(self, attempt: int) -> LaunchReceipt | None:
         """The receipt of an attempt; None if it was submitted from elsewhere."""
@@ -88,14 +141,14 @@ class Watcher:
     def look(self, attempt: int) -> AttemptStanding:
         """Where an attempt stands: its scheduler's word, and its own last one.
 
-        What the scheduler tells of its GPUs is kept in the receipt.
+        What the scheduler tells of its GPUs is kept in the receipt, and that the attempt was turned
+        away.
 
         Raises:
             ServiceUnavailable: if the scheduler does not answer.
         """
         records = self._records()
-        end = end_of(records, attempt)
-        if end is not None and history.is_complete(records):
+        if end_of(records, attempt) is not None and history.is_complete(records):
             return AttemptStanding(kind=AttemptClass.SUCCEEDED, raw="complete")
         receipt = self.receipt(attempt)
         if receipt is None:
@@ -106,18 +159,30 @@ class Watcher:
         self._sender.receipts.note_gpus(
             receipt, active=standing.active_gpus, allocated=standing.allocated_gpus
         )
-        return with_end(standing, end)
+        standing = told(standing, records, attempt)
+        if standing.is_turned_away:
+            self._sender.receipts.note_turned_away(receipt)
+        return standing
 
     def decide(self, attempt: int, standing: AttemptStanding) -> Decision:
-        """What follows; see ``decide``."""
+        """What follows; see ``decide`` and ``decide_turned_away``."""
         records = self._records()
-        end = end_of(records, attempt)
+        if standing.is_turned_away:
+            return decide_turned_away(
+                standing,
+                self._owner(records),
+                auto_resume=self._spec.launch.auto_resume,
+                in_a_row=1 + self._turned_away_before(attempt),
+                attempt=attempt,
+            )
+        end, committing = end_of(records, attempt), last_committing(records)
         failure = end.failure if end is not None else None
         return decide(
             standing,
             attempt=attempt,
             auto_resume=self._spec.launch.auto_resume,
-            last_committing=last_committing(records),
+            last_committing=committing,
+            turned_away=sum(self._was_turned_away(n) for n in range(committing + 1, attempt)),
             is_deterministic=failure is not None
             and not failure.is_exempt
             and history.is_deterministic(records, failure.fingerprint),
@@ -125,6 +190,60 @@ class Watcher:
 
     def _records(self) -> tuple[Record, ...]:
         return Chain(self._root).read() if self._can_read else ()
+
+    def _owner(self, records: tuple[Record, ...]) -> Owner:
+        epoch, end = history.newest_epoch(records), history.current_end(records)
+        if epoch is None:
+            return Owner(state="unknown", what="the owner of the run cannot be seen from here")
+        if end is not None:
+            failure = end.failure
+            may_follow = failure is not None and failure.retry is RetryBy.LAUNCH
+            is_away = may_follow or end.state == "complete"
+            state = "away" if is_away else "ended"
+            what = f"{_named(epoch)} ended: {failure.message if failure else end.ended_by}"
+        else:
+            gone = self._presence.gone(records)
+            state = "alive" if gone is None else "away"
+            what = gone or f"{_named(epoch)} has the run"
+        return Owner(state=state, what=what, attempt=epoch.attempt)
+
+    def _turned_away_before(self, attempt: int) -> int:
+        """How many attempts just before this one were turned away, without a gap."""
+        number = attempt - 1
+        while number > 0 and self._was_turned_away(number):
+            number -= 1
+        return attempt - 1 - number
+
+    def _was_turned_away(self, attempt: int) -> bool:
+        receipt = self.receipt(attempt)
+        return receipt is not None and receipt.turned_away
+
+
+def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -> AttemptStanding:
+    """What the scheduler says, and what history knows of it: the class that counts.
+
+    A guard that does not own the run exits with a status of its own. Then the training did not
+    fail: another process has it, or this attempt lost its lease and nobody has taken it over yet.
+
+    Args:
+        standing: the scheduler's.
+        records: the chain; empty where it cannot be read from here.
+        attempt: the attempt's number.
+    """
+    end = end_of(records, attempt)
+    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not standing.kind.is_over:
+        return with_end(standing, end)
+    epoch = history.newest_epoch(records)
+    if epoch is not None and epoch.attempt == attempt:
+        reason = "it did not keep the lease of the run, its log says why; nobody has taken it over"
+        return replace(standing, kind=AttemptClass.INTERRUPTED, reason=reason)
+    owner = f": {_named(epoch)}" if epoch is not None else "; its log names it"
+    return replace(
+        standing,
+        kind=AttemptClass.STOPPED,
+        is_turned_away=True,
+        reason=f"another process owned the run{owner}",
+    )
 
 
 def end_of(records: tuple[Record, ...], attempt: int) -> EndRecord | None:
@@ -142,3 +261,16 @@ def last_committing(records: tuple[Record, ...]) -> int:
         return 0
     by = history.newest_epoch(records[: commit.seq])
     return by.attempt if by is not None else 0
+
+
+def _named(epoch: EpochRecord) -> str:
+    return f"attempt {epoch.attempt} (epoch {epoch.epoch}, pid {epoch.pid} on {epoch.host})"
+
+
+def _whose(auto_resume: str) -> str:
+    whose = "the scheduler's" if auto_resume == "scheduler" else "a person's"
+    return f"going on is {whose} decision"
+
+
+def _back_off_s(in_a_row: int) -> float:
+    return min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** max(0, in_a_row - 1))

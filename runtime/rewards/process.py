@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import anyio
 from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 import runtime
 from runtime.rewards.wire import HEADER, MAX_REPLY_BYTES, body_length, unpack
@@ -30,7 +29,8 @@ class Worker:
         assert process.stdout is not None
         self._process = process
         self._stdin = process.stdin
-        self._stdout = BufferedByteReceiveStream(process.stdout)
+        self._stdout = process.stdout
+        self._received = bytearray()
         self.pid = process.pid
         self.was_found_dead = False
         """It had ended while nobody used it."""
@@ -66,24 +66,45 @@ class Worker:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
             raise WorkerGone(await self._obituary()) from exc
 
-    async def receive(self) -> dict[str, Any]:
-        """The next frame.
+    @property
+    def has_reply(self) -> bool:
+        """A whole frame is here.
+
+        Raises:
+            ValueError: if what came is no frame of ours.
+        """
+        return self._frame_end() is not None
+
+    async def wait(self) -> None:
+        """Wait until a whole frame is here; often it brings others along.
 
         Raises:
             WorkerGone: if the process ended.
             ValueError: if what came is no frame of ours.
         """
         try:
-            header = await self._stdout.receive_exactly(HEADER.size)
-            length = body_length(header, limit=MAX_REPLY_BYTES)
-            return unpack(await self._stdout.receive_exactly(length))
-        except (
-            anyio.IncompleteRead,
-            anyio.EndOfStream,
-            anyio.BrokenResourceError,
-            anyio.ClosedResourceError,
-        ) as exc:
+            while not self.has_reply:
+                self._received += await self._stdout.receive()
+        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
             raise WorkerGone(await self._obituary()) from exc
+
+    def take(self) -> dict[str, Any]:
+        """The next frame, which must be here.
+
+        Raises:
+            ValueError: if it is no message.
+        """
+        end = self._frame_end()
+        assert end is not None
+        body = bytes(self._received[HEADER.size : end])
+        del self._received[:end]
+        return unpack(body)
+
+    def _frame_end(self) -> int | None:
+        if len(self._received) < HEADER.size:
+            return None
+        end = HEADER.size + body_length(self._received[: HEADER.size], limit=MAX_REPLY_BYTES)
+        return end if len(self._received) >= end else None
 
     async def kill(self) -> None:
         """SIGKILL the process and everything it started, reap it, close the pipes."""

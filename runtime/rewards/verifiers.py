@@ -26,6 +26,7 @@ _BUILT_IN = {
     "multiple_choice": "runtime.rewards.choices:multiple_choice",
     "instructions": "runtime.rewards.instructions:instructions",
 }
+_INSTANT = {"exact_match", "multiple_choice"}
 _NOT_YET = {"code", "judge", "http"}
 
 
@@ -48,6 +49,9 @@ class Verifier:
     function: Single
     arguments: Mapping[str, object]
     batched: bool
+    is_instant: bool = False
+    """It compares texts and can neither hang nor end its process: the verdicts of a group may
+    travel together, which costs the session a wake-up instead of one for each."""
 
     def judge(
         self, responses: Sequence[str], answer: Answer, metadata: Metadata
@@ -126,7 +130,7 @@ def load_verifier(spec: VerifierSpec) -> Verifier:
         )
     batched = spec.batched or getattr(function, "batched", False) is True
     _check_arguments(spec, function, [""] if batched else "")
-    return Verifier(function, spec.arguments, batched)
+    return Verifier(function, spec.arguments, batched, spec.name in _INSTANT)
 
 
 def _check_arguments(spec: VerifierSpec, function: Single, responses: object) -> None:

@@ -21,7 +21,7 @@ def pack(message: dict[str, object]) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def body_length(header: bytes, *, limit: int) -> int:
+def body_length(header: bytes | bytearray, *, limit: int) -> int:
     """Length of the body that follows.
 
     Raises:

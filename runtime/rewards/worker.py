@@ -115,22 +115,37 @@ def _serve(
 ) -> None:
     verifier, number = verifiers[request["verifier"]], request["request"]
     tail.take()
+    ready: list[object] = []
     try:
         verdicts = verifier.judge(request["responses"], request["answer"], request["metadata"])
         if verifier.batched:
             _reply(replies, number, {"verdicts": [_plain(verdict) for verdict in verdicts]})
-        else:
-            for verdict in map(_plain, verdicts):
-                _reply(replies, number, {"verdicts": [verdict]})
-                if not (isinstance(verdict, float) and math.isfinite(verdict)):
-                    break  # the pool refuses it, and this process with it
+            return
+        for verdict in map(_plain, verdicts):
+            is_good = isinstance(verdict, float) and math.isfinite(verdict)
+            if verifier.is_instant and is_good:
+                ready.append(verdict)
+                continue
+            _reply_ready(replies, number, ready)
+            _reply(replies, number, {"verdicts": [verdict]})
+            if not is_good:
+                break  # the pool refuses it, and this process with it
+        _reply_ready(replies, number, ready)
     except Exception as exc:
+        # The error is the next one's: those before it have their verdicts.
+        _reply_ready(replies, number, ready)
         error = f"{type(exc).__name__}: {exc}"[:_TAIL_CHARS]
         _reply(replies, number, {"error": error, "trace": _trace(tail)})
 
 
 def _reply(replies: IO[bytes], number: int, message: dict[str, object]) -> None:
     _write(replies, {"request": number, **message})
+
+
+def _reply_ready(replies: IO[bytes], number: int, ready: list[object]) -> None:
+    if ready:
+        _reply(replies, number, {"verdicts": ready})
+        ready.clear()
 
 
 def _plain(verdict: object) -> object:

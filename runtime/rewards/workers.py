@@ -220,11 +220,13 @@ class VerifierPool:
         while len(verdicts) < len(texts):
             example = _Example(prompt, texts[len(verdicts)])
             try:
-                with anyio.fail_after(self._time_limit_s):
-                    if frame is not None:
-                        await worker.send(frame)
-                        frame = None
-                    reply = await worker.receive()
+                if not worker.has_reply:
+                    with anyio.fail_after(self._time_limit_s):
+                        if frame is not None:
+                            await worker.send(frame)
+                            frame = None
+                        await worker.wait()
+                reply = worker.take()
                 if reply.get("request") != request["request"]:
                     raise ValueError("it answered what nobody asked")
             except TimeoutError as exc:
@@ -269,7 +271,8 @@ class VerifierPool:
         try:
             with anyio.fail_after(self._start_deadline_s):
                 await worker.send(self._hello)
-                reply = await worker.receive()
+                await worker.wait()
+                reply = worker.take()
             if "ready" not in reply:
                 raise ConfigError(
                     f"a verifier cannot be loaded: {reply.get('refused')}",

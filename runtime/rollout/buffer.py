@@ -8,7 +8,7 @@ trainer may have to wait for a group that itself waits for room.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.data.samples import Group
 
@@ -25,11 +25,16 @@ class FinishedGroup:
     """Admissions before it."""
     num_stale: int
     """How often its prompt was sent back as too old; from 1 on the trainer waits for it."""
+    oldest: int = field(init=False)
+    """Update of the oldest policy in it; looked for once, and asked for at every take."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "oldest", self.group.oldest.update)
 
     @property
     def age_key(self) -> tuple[int, int]:
         """Oldest policy first, then the one admitted first."""
-        return (self.group.oldest.update, self.order)
+        return (self.oldest, self.order)
 
 
 class Buffer:
@@ -62,7 +67,7 @@ class Buffer:
 
     def older_than(self, update: int) -> list[FinishedGroup]:
         """Groups whose oldest policy is below ``update``, oldest first."""
-        found = [f for f in self._groups if f.group.oldest.update < update]
+        found = [f for f in self._groups if f.oldest < update]
         return sorted(found, key=lambda f: f.age_key)
 
     def oldest_first(self) -> list[FinishedGroup]:
@@ -85,18 +90,16 @@ class Buffer:
         """
         ready = self.oldest_first()
         owed = [f for f in ready if f.num_stale]
-        due = [takes_left(f.group.oldest.update) for f in owed]
+        due = [takes_left(f.oldest) for f in owed]
         due += [max(0, takes_left(update)) for update in awaited]
         picked: list[FinishedGroup] = []
         for left in sorted(set(due)):
             num_due = sum(1 for d in due if d <= left)
-            num_picked = sum(1 for f in picked if takes_left(f.group.oldest.update) <= left)
+            num_picked = sum(1 for f in picked if takes_left(f.oldest) <= left)
             missing = min(num_due - count * left, count) - num_picked
             if missing <= 0:
                 continue
-            able = [
-                f for f in owed if f not in picked and takes_left(f.group.oldest.update) <= left
-            ]
+            able = [f for f in owed if f not in picked and takes_left(f.oldest) <= left]
             if len(able) < missing:
                 return None
             picked += able[:missing]

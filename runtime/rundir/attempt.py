@@ -13,6 +13,10 @@ from runtime.rundir.layout import AttemptDir
 from runtime.rundir.records import Activity, WorkflowState
 from runtime.rundir.workflow import Counts
 
+EXIT_NOT_OWNER = 3
+"""A guard's exit status: another process owns the run, or became its owner; this one wrote nothing
+more."""
+
 
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -184,7 +184,9 @@ def judge(step: Step, sight: Sight) -> Answer:
     committed = history.committed_update(records)
     if 0 <= committed < step.after:
         return Rewound(to=committed)
-    if sight.waiting is not None:
+    is_owned = history.newest_epoch(records) is not None and end is None and sight.gone is None
+    # One that has ended without owning the run was turned away by the owner, who goes on.
+    if sight.waiting is not None and not (sight.waiting.is_over and is_owned):
         return _waiting(sight, sight.waiting)
     if end is not None:
         return _after_end(end, records)

@@ -21,7 +21,7 @@ from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, results, workflow
-from runtime.rundir.attempt import AttemptFile, GuardFile, Outcome
+from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile, Outcome
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
 from runtime.rundir.failure import Failure
@@ -48,8 +48,6 @@ from runtime.telemetry.events import Event
 EXIT_ENDED = 0
 """Complete, stopped or parked, as was asked."""
 EXIT_FAILED = 1
-EXIT_NOT_OWNER = 3
-"""Another process owns the run, or became its owner; this one wrote nothing more."""
 
 DRIVER = (sys.executable, "-m", "runtime.session.driver")
 

@@ -74,6 +74,8 @@ class Publishing:
     """The published policy while the trainer holds exactly it, otherwise None."""
     _asleep: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]], init=False)
     """Incarnations without memory; the monitor is paused while there are any."""
+    _turn: int | None = field(default=None, init=False)
+    """Slot whose turn it is in ``rolling`` mode; the monitor is paused for it alone."""
 
     @asynccontextmanager
     async def changing_weights(self) -> AsyncGenerator[None, None]:
@@ -99,7 +101,8 @@ class Publishing:
         async with self._weights, self.gate.publication():
             await self._wake()
             engines = await self._some_engines()
-            self.monitor.pause()
+            if self.mode != "rolling":
+                self.monitor.pause()
             try:
                 decision = await self.publisher.publish(
                     policy,
@@ -111,18 +114,21 @@ class Publishing:
                 )
             except Exception:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
-                # The monitor was paused: the retry would meet an engine that has died or hangs
-                # since, and its tries are over before the next look or round.
+                # The monitor was paused, in rolling mode for one: the retry would meet an engine
+                # that has died or hangs since, and its tries are over before the next look or
+                # round.
                 await self.monitor.bury_lost()
                 raise
             except BaseException:
                 self.lifecycle.record(Event.PUBLICATION_FAILED, update=policy.update)
                 raise
             finally:
-                self.monitor.resume()
                 if self.mode == "rolling":
+                    self._take_turn(None)
                     self.pool.end_rests()
                     self.gate.open()
+                else:
+                    self.monitor.resume()
             self._trainer_at = policy
             self.pool.serve(policy)
             if self.mode == "drain":
@@ -243,12 +249,21 @@ class Publishing:
 
         The last engine that serves is not taken away from under its callers: admission waits then.
         """
+        self._take_turn(target.slot)
         if not self.pool.rest(target.slot, target.incarnation):
             await self._drain()
             return
         with anyio.move_on_after(self.drain_deadline_s):
             while self.pool.views()[target.slot].active_samples > 0:  # noqa: ASYNC110  # no event says so
                 await anyio.sleep(_REST_POLL_S)
+
+    def _take_turn(self, slot: int | None) -> None:
+        """Let the monitor watch every engine but this one; None: every one."""
+        if self._turn is not None:
+            self.monitor.resume(self._turn)
+        self._turn = slot
+        if slot is not None:
+            self.monitor.pause(slot)
 
     def _serve(self, policy: PolicyId, verified: Sequence[Target]) -> None:
         # Engine by engine, those whose turn is still to come go on with what they hold.

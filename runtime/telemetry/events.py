@@ -42,7 +42,7 @@ class Event(StrEnum):
     ATTEMPT_ENDED = "attempt.ended", "The guard wrote the end record of its epoch."
     LAUNCH_UNNOTED = (
         "launch.unnoted",
-        "GPU figures could not be kept in a launch receipt; the job is followed all the same.",
+        "A receipt could not keep what its scheduler told; the job is followed all the same.",
     )
     EPOCH_TAKEN = (
         "epoch.taken",

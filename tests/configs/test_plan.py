@@ -85,6 +85,10 @@ def test_transport_is_settled_by_a_fixed_rule(load: Load) -> None:
     assert chosen.publication_transport == "broadcast"
 
 
+def why_attention(plan: Plan) -> str:
+    return next(s.reason for s in plan.settled if s.field == "core.attention_backend")
+
+
 @pytest.mark.parametrize(
     ("cluster", "attention"),
     [("ai2/jupiter", "flash_3"), ("ai2/saturn", "flash_2"), ("ai2/holmes", "flash_4")],
@@ -92,12 +96,31 @@ def test_transport_is_settled_by_a_fixed_rule(load: Load) -> None:
 def test_attention_follows_the_cluster(load: Load, cluster: str, attention: str) -> None:
     plan = make_plan(load("launch.gpus_per_replica = 8", f'launch.cluster = "{cluster}"'))
     assert plan.attention == attention
+    assert "the torch trainer uses torch's own" in why_attention(plan)
+
+
+@pytest.mark.parametrize(
+    ("sets", "kernels"),
+    [
+        (("launch.gpus_per_replica = 8",), "attention and variable-length attention"),
+        (
+            ("launch.gpus_per_replica = 8", 'core.attention_backend = "flash_2"'),
+            "and variable-length attention",
+        ),
+        (("launch.gpus_per_replica = 8", 'model.dtype = "float32"'), "product_attention"),
+        ((), "product_attention"),
+    ],
+)
+def test_the_plan_says_what_the_trainer_computes_attention_with(
+    load: Load, sets: tuple[str, ...], kernels: str
+) -> None:
+    assert why_attention(make_plan(load(*sets))).endswith(kernels)
 
 
 def test_attention_without_a_profile_is_left_to_the_job(load: Load) -> None:
     plan = make_plan(load("launch.gpus_per_replica = 8"))
     assert plan.attention == "auto"
-    reason = next(s.reason for s in plan.settled if s.field == "core.attention_backend")
+    reason = why_attention(plan)
     assert all(name in reason for name in ("flash_4 on blackwell", "flash_3 on hopper"))
 
 

@@ -28,13 +28,14 @@ from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import PAYLOAD_VARIABLE, Payload, Submission
 from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Watcher
-from runtime.rundir.attempt import Started
+from runtime.rundir.attempt import EXIT_NOT_OWNER, Started
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import is_alive, kill_exactly
 from tests.runtime.launch.submissions import DIGEST, IMAGE, PRESETS, submission
 
-Outcome = Literal["running", "succeeded", "failed", "taken", "canceled"]
-"""What a scheduler can say of an attempt; ``taken``: its hardware was lost from outside."""
+Outcome = Literal["running", "succeeded", "failed", "taken", "canceled", "turned away"]
+"""What a scheduler can say of an attempt; ``taken``: its hardware was lost from outside; ``turned
+away``: its guard exited as one does that finds another owner."""
 BACKENDS = ("local", "ray", "kuberay", "beaker")
 SCHEDULERS = BACKENDS[1:]
 PATIENT_S = 60.0
@@ -204,6 +205,8 @@ class RayWorld(SchedulerWorld):
                    "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"},
         "taken": {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED"},
         "canceled": {"status": "STOPPED"},
+        "turned away": {"status": "FAILED", "driver_exit_code": EXIT_NOT_OWNER,
+                        "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"},
     }  # fmt: skip
 
     def __init__(self, folder: Path, server: Any) -> None:
@@ -254,6 +257,7 @@ class KubeRayWorld(_WithConfig):
         "failed": ("Failed", "FAILED"),
         "taken": ("Failed", "RUNNING"),
         "canceled": ("Complete", "STOPPED"),
+        "turned away": ("Failed", "FAILED"),
     }
 
     def backend(self, *, deadline_s: float = PATIENT_S, token: str | None = None) -> LaunchBackend:
@@ -279,7 +283,14 @@ class KubeRayWorld(_WithConfig):
 
     def become(self, key: str, outcome: Outcome) -> None:
         deployed, job = self._SAID[outcome]
-        self.server.objects[key]["status"] = {"jobDeploymentStatus": deployed, "jobStatus": job}
+        status = {"jobDeploymentStatus": deployed, "jobStatus": job}
+        if outcome in ("failed", "turned away"):
+            code = 1 if outcome == "failed" else EXIT_NOT_OWNER
+            status["message"] = (
+                f"Job entrypoint command failed with exit code {code}, last available logs "
+                "(truncated to 20,000 chars):\nexit code 17 is no word of Ray's\n"
+            )
+        self.server.objects[key]["status"] = status
 
     def forget(self, key: str) -> None:
         del self.server.objects[key]
@@ -320,9 +331,13 @@ class BeakerWorld(_WithConfig):
             "failed": (FAILED, {"exit_code": 1}),
             "taken": (CANCELED, {"code": 1}),
             "canceled": (CANCELED, {"code": 4}),
+            "turned away": (FAILED, {"exit_code": EXIT_NOT_OWNER}),
         }[outcome]
         task = self.server.experiments[key].experiment.tasks[0].id
         self.server.jobs[:] = [job(status, rank=rank, size=3, **ending) for rank in range(3)]
+        if outcome == "turned away":
+            # The leader's guard alone; the others are ended because of it.
+            self.server.jobs[1:] = [job(CANCELED, rank=rank, size=3, code=8) for rank in (1, 2)]
         for each in self.server.jobs:
             each.task_id = task
 

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from runtime.clock import ManualClock
 from runtime.errors import (
     ConfigError,
     CredentialsRefused,
@@ -21,6 +22,7 @@ from runtime.errors import (
 from runtime.launch.attempts import Launch
 from runtime.launch.standing import AttemptClass
 from runtime.launch.submitting import submit_run
+from runtime.launch.watching import Watcher
 from tests.contracts.launch_worlds import (
     BACKENDS,
     SCHEDULERS,
@@ -29,6 +31,7 @@ from tests.contracts.launch_worlds import (
     World,
     world_of,
 )
+from tests.runtime.launch.owned_runs import LEASE_S, own, refresh
 
 SECRET = "a-secret-of-the-submitter"
 SURROUNDINGS = "only-of-the-submitters-machine"
@@ -214,6 +217,7 @@ EXPECTED: dict[Outcome, tuple[tuple[AttemptClass, ...], str]] = {
     "failed": ((AttemptClass.FAILED,), "over"),
     "taken": ((AttemptClass.PREEMPTED, AttemptClass.INTERRUPTED), "again"),
     "canceled": ((AttemptClass.CANCELED,), "over"),
+    "turned away": ((AttemptClass.STOPPED,), "again"),
 }
 
 
@@ -230,6 +234,51 @@ def test_an_outcome_has_its_class_and_what_follows(
     kinds, follows = EXPECTED[outcome]
     assert standing.kind in kinds, standing
     assert watcher.decide(1, standing).what == follows
+
+
+def test_an_attempt_that_the_owner_turns_away_waits_for_it_and_uses_none_up(
+    scheduler: SchedulerWorld,
+) -> None:
+    """The first was taken for lost, and its guard lives: on another host, behind a partition."""
+    loaded, clock = scheduler.loaded(), ManualClock()
+    watcher = Watcher(loaded, replace(scheduler.sender(), clock=clock))
+    scheduler.launch(loaded)
+    own(scheduler.root, attempt=1)
+    assert scheduler.launch(loaded, lost_attempt=1).attempt == 2
+    scheduler.become(scheduler.submission(loaded, 2).key, "turned away")
+    for _ in range(3):
+        standing = watcher.look(2)
+        assert (standing.kind, standing.is_turned_away) == (AttemptClass.STOPPED, True)
+        assert "attempt 1 (epoch 1, pid 7 on elsewhere)" in standing.reason
+        assert watcher.decide(2, standing).what == "wait"
+        clock.advance(LEASE_S / 2)
+        refresh(scheduler.root, clock)
+    for seconds in (LEASE_S + 1, LEASE_S / 10):
+        assert watcher.decide(2, standing).what == "wait"
+        clock.advance(seconds)
+    again = watcher.decide(2, standing)
+    assert (again.what, again.delay_s) == ("again", 10.0)
+    assert "has not refreshed its lease" in again.why
+    # Whoever launches knows now that both are gone: it goes on, and attaches to neither.
+    third = scheduler.launch(loaded, lost_attempt=2)
+    assert (third.how, third.attempt) == ("started", 3)
+    scheduler.become(scheduler.submission(loaded, 3).key, "taken")
+    assert watcher.decide(3, watcher.look(3)).delay_s == 20.0  # the second lost, not the third
+    kept = {each.attempt: each.turned_away for each in scheduler.receipts(loaded)}
+    assert kept == {1: False, 2: True, 3: False}
+
+
+def test_who_owned_the_run_and_lost_its_lease_was_interrupted(scheduler: SchedulerWorld) -> None:
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    own(scheduler.root, attempt=1)
+    scheduler.become(scheduler.submission(loaded).key, "turned away")
+    standing = scheduler.watcher(loaded).look(1)
+    assert (standing.kind, standing.is_turned_away) == (AttemptClass.INTERRUPTED, False)
+    assert "lease" in standing.reason
+    # Counted like any other that was lost: a file system that keeps no lease is not tried for ever.
+    decisions = [scheduler.watcher(loaded).decide(n, standing).what for n in (4, 5)]
+    assert decisions == ["again", "over"]
 
 
 def test_what_its_scheduler_forgot_is_over_and_did_not_succeed(scheduler: SchedulerWorld) -> None:

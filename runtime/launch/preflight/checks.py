@@ -15,6 +15,7 @@ from pathlib import Path
 from configs.plan import Plan
 from configs.run import RunSpec
 from configs.runtime_lock import RuntimeLock, read_lock
+from configs.settle import trainer_attention
 from runtime.errors import PreflightFailed
 from runtime.launch.beaker_document import needs_host_network
 from runtime.launch.preflight import attention, network
@@ -78,7 +79,8 @@ def preflight(
         raise PreflightFailed(f"torch sees {counted} GPUs, the driver leaves {len(seen)}")
     check_space(root, _checkpoint_bytes(plan))
     names = ", ".join(sorted({gpu.name for gpu in ours}))
-    said.append(f"{len(seen)} x {names}, driver {ours[0].driver}, attention {backend}")
+    said.append(f"{len(seen)} x {names}, driver {ours[0].driver}")
+    said.append(f"attention: they run {backend}; {trainer_attention(spec)}")
     said.append(f"interfaces {', '.join(chosen.interfaces)}")
     sys.stdout.write("".join(f"preflight: {line}\n" for line in said))
     return settled

@@ -83,6 +83,29 @@ def test_without_an_evaluation_nobody_is_killed_and_every_record_is_let_go(
         assert session.poll() is None
 
 
+def test_a_signal_waits_for_whom_it_is_to_meet(
+    run: DrilledRun, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine an epoch takes longer to come up than the tries of a card."""
+    monkeypatch.setattr(DrilledRun, "_attend", lambda _: start("flow", 1, "nowhere"))
+    monkeypatch.setattr(dealing, "_LOOK_S", 0.0)
+    looks, late = dealing._victims, list[subprocess.Popen[bytes]]()
+
+    def victims(run: DrilledRun, role: str) -> list[tuple[int, float]]:
+        found = looks(run, role)
+        if not late:
+            late.append(start(SESSION, run.job.root.attempts / "1"))
+        return found
+
+    monkeypatch.setattr(dealing, "_victims", victims)
+    with run:
+        kill = Blow(name="kill session", how="signal", role="session", ends_epoch=True)
+        assert strike(run, kill, patience_s=120.0) is not None
+        assert late[0].wait() == -9
+        nobody = Blow(name="freeze engine", how="freeze", role="engine server")
+        assert strike(run, nobody, patience_s=0.2) is None
+
+
 @pytest.mark.parametrize(("point", "times"), [("attempt.link", 2), ("launch.claim", 1)])
 def test_two_flows_are_held_until_both_have_come(
     run: DrilledRun, start: Start, monkeypatch: pytest.MonkeyPatch, point: str, times: int

@@ -336,7 +336,7 @@ async def test_nothing_is_judged_while_it_is_paused(tasks):
     await house.time.run_for(120)
     house.monitor.resume()
     await house.time.run_for(120)
-    assert (house.state(), house.monitor.is_paused) == (SlotState.HEALTHY, True)
+    assert (house.state(), house.monitor.is_paused(0)) == (SlotState.HEALTHY, True)
     house.monitor.resume()
     await house.time.run_for(45)
     assert house.state() is not SlotState.HEALTHY
@@ -372,6 +372,23 @@ async def test_a_publication_can_kill_what_it_could_not_verify(tasks):
     assert killed == [True, False]
     await house.time.run_for(10)
     assert house.state() is SlotState.STALE
+
+
+async def test_who_kills_what_is_being_ended_waits_until_it_is_gone(tasks):
+    """The monitor was faster: nothing may resume beside an engine that still stands."""
+    house = House()
+    await house.up(tasks)
+    server, seen = house.server(), []
+
+    async def kill(reason):
+        seen.append((await house.monitor.kill(0, "0-1", reason), server.exists))
+
+    tasks.start_soon(kill, "3 of 3 probes missed in a row")
+    tasks.start_soon(kill, "not verified")
+    await house.time.run_for(0.4)
+    assert seen == []
+    await house.time.run_for(0.2)
+    assert sorted(seen) == [(False, False), (True, False)]
 
 
 async def test_a_failed_publication_finds_out_who_answers_nothing(tasks):

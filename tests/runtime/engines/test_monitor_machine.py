@@ -1,6 +1,7 @@
 """The monitor against what may be asked of it, whatever engines and publications do and when."""
 
 import asyncio
+from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -42,7 +43,8 @@ class MonitorMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.house = House(engines=SLOTS, first_wait_s=SETTINGS.first_wait_s)
         self.models = {}
-        self.pauses = 0
+        self.pauses = Counter()
+        """By slot; None: of all."""
         self.update = 0
         self.problems = []
         self.house.pool.listen(self.heard)
@@ -71,7 +73,7 @@ class MonitorMachine(RuleBasedStateMachine):
             return self.problems.append(f"{fields} died before it was seen")
         if model.condemned or model.gone_since is not None:
             return None
-        if self.pauses:
+        if self.is_paused(fields["slot"]):
             self.problems.append(f"{fields} was judged in a pause")
         if model.bad_since is None and self.now - model.last_bad > DETECT_S:
             self.problems.append(f"{fields} was well")
@@ -83,7 +85,11 @@ class MonitorMachine(RuleBasedStateMachine):
             self.problems.append(f"{fields} was given up after {self.now - recent[0]} s")
         return None
 
+    def is_paused(self, slot):
+        return self.pauses[None] + self.pauses[slot] > 0
+
     slot = st.integers(0, SLOTS - 1)
+    one_or_all = st.sampled_from([None, *range(SLOTS)])
 
     def server(self, slot):
         server = self.house.server(slot)
@@ -129,23 +135,25 @@ class MonitorMachine(RuleBasedStateMachine):
 
     # --- Publications ---------------------------------------------------------------------------
 
-    @rule()
-    @precondition(lambda self: self.pauses < 2)
-    def pause(self):
+    @rule(which=one_or_all)
+    @precondition(lambda self: self.pauses.total() < 3)
+    def pause(self, which):
         async def pause():
-            self.house.monitor.pause()
+            self.house.monitor.pause(which)
 
-        self.pauses += 1
+        self.pauses[which] += 1
         self.runner.run(pause())
 
-    @rule(seconds=st.integers(0, 15))
-    @precondition(lambda self: self.pauses)
-    def resume(self, seconds):
+    @rule(data=st.data(), seconds=st.integers(0, 15))
+    @precondition(lambda self: self.pauses.total())
+    def resume(self, data, seconds):
+        which = data.draw(st.sampled_from(list(self.pauses.elements())), label="which")
         self.time_passes(seconds)
-        self.pauses -= 1
-        self.house.monitor.resume()
-        for model in self.models.values():
-            model.watched_since = self.now
+        self.pauses[which] -= 1
+        self.house.monitor.resume(which)
+        for slot in range(SLOTS) if which is None else [which]:
+            if (server := self.house.server(slot)) is not None:
+                self.model(server).watched_since = self.now
 
     @rule()
     def publish(self):
@@ -178,7 +186,7 @@ class MonitorMachine(RuleBasedStateMachine):
     def the_dead_are_found_in_time(self):
         for view in self.house.pool.views():
             model = self.models.get(view.incarnation)
-            if model is None or self.pauses or view.state not in LIVE:
+            if model is None or self.is_paused(view.slot) or view.state not in LIVE:
                 continue
             if model.gone_since is not None:
                 assert not self.is_late(model, model.gone_since, EXIT_POLL_S + 0.1)

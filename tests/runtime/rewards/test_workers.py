@@ -1,5 +1,7 @@
 """Verifiers that hang, die, lie or eat memory cost their group and nothing else. Real processes."""
 
+import io
+import math
 import os
 import select
 import signal
@@ -18,7 +20,9 @@ from runtime.errors import (
     VerifierTimeout,
     WaitTimeout,
 )
-from runtime.rewards.verifiers import VerifierSpec
+from runtime.rewards import worker
+from runtime.rewards.verifiers import Verifier, VerifierSpec
+from runtime.rewards.wire import HEADER, MAX_REPLY_BYTES, body_length, unpack
 from runtime.rewards.workers import VerifierPool
 
 pytestmark = pytest.mark.anyio
@@ -211,6 +215,40 @@ async def test_a_hanging_verifier_is_killed_at_its_limit_twice(module, calls, re
         for pid in calls.pids:
             wait_gone(pid)
         assert verifiers.counts.timeouts == 2
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "frames"),
+    [
+        ([1.0, 0.0, 1.0], [[1.0, 0.0, 1.0]]),
+        ([1.0, 0.0, ValueError("no")], [[1.0, 0.0], "ValueError: no"]),
+        ([ValueError("no"), 1.0], ["ValueError: no"]),
+        ([1.0, math.nan, 1.0], [[1.0], [math.nan]]),
+    ],
+)
+def test_verdicts_of_an_instant_verifier_travel_together_up_to_what_is_none(verdicts, frames):
+    """So that the pool charges the response which it is about, and no other."""
+
+    def verifier(response, answer, metadata):
+        if isinstance(verdict := verdicts[int(response)], Exception):
+            raise verdict
+        return verdict
+
+    request = {
+        "request": 7, "verifier": "v", "responses": ["0", "1", "2"][: len(verdicts)],
+        "answer": None, "metadata": {},
+    }  # fmt: skip
+    replies = io.BytesIO()
+    instant = Verifier(verifier, {}, batched=False, is_instant=True)
+    worker._serve(request, {"v": instant}, replies, worker.Tail())
+    replies.seek(0)
+    sent = []
+    while header := replies.read(HEADER.size):
+        sent.append(unpack(replies.read(body_length(header, limit=MAX_REPLY_BYTES))))
+    assert [frame.get("verdicts", frame.get("error")) for frame in sent] == [
+        pytest.approx(each, nan_ok=True) if isinstance(each, list) else each for each in frames
+    ]
+    assert {frame["request"] for frame in sent} == {7}
 
 
 async def test_the_limit_is_for_each_response_and_not_for_the_group(module, calls):

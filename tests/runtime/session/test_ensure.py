@@ -378,6 +378,23 @@ def test_an_attempt_whose_launcher_died_is_lost(run: Run) -> None:
     assert answer.attempt == 1
 
 
+def test_an_attempt_that_the_owner_turned_away_is_not_waited_for(run: Run) -> None:
+    """A frozen owner was taken for lost, and woke up before the next attempt had the lease."""
+    run.begin(here=ELSEWHERE)
+    claim = make_claim(launcher="local", spec_digest="s", training_digest="t", time=0.0)
+    claim_attempt(run.root.attempt(2), claim.model_copy(update={"started": claim.started - 1}))
+    assert isinstance(run.ask("prepare"), Running)
+    run.commit(0)
+    assert isinstance(run.ask("checkpoint/0"), Done)
+    assert isinstance(run.ask("segment/5"), Running)
+    # Only where the owner is gone, too, has the run been lost, and with it both attempts.
+    for seconds in (LEASE_S + 1, LEASE_S / 10):
+        run.clock.advance(seconds)
+        answer = run.ask("segment/5")
+    assert isinstance(answer, Lost)
+    assert answer.attempt == 2
+
+
 def test_a_queued_job_of_a_scheduler_is_not_lost(run: Run) -> None:
     claim = make_claim(launcher="beaker", spec_digest="s", training_digest="t", time=0.0)
     dead = claim.model_copy(update={"started": claim.started - 1})

@@ -15,7 +15,7 @@ import pytest
 
 from runtime.errors import DiskFull
 from runtime.rundir import atomic, enter, history, workflow
-from runtime.rundir.attempt import AttemptFile, GuardFile
+from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile
 from runtime.rundir.control import Control
 from runtime.rundir.journal import read_rows
 from runtime.rundir.layout import AttemptDir, RunRoot
@@ -23,7 +23,7 @@ from runtime.rundir.liveness import Mark
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
 from runtime.session.deadman import EXIT_GUARD_GONE
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, keep_results
+from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, keep_results
 from runtime.session.guard import Guard as RealGuard
 from runtime.session.succession import Choice
 

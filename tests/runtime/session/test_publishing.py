@@ -106,10 +106,10 @@ class Monitor:
             self.bury(slot)
         return buried
 
-    def pause(self) -> None:
+    def pause(self, slot: int | None = None) -> None:
         self.pauses += 1
 
-    def resume(self) -> None:
+    def resume(self, slot: int | None = None) -> None:
         self.pauses -= 1
 
     async def kill(self, slot: int, incarnation: str, reason: str) -> None:

@@ -1,0 +1,169 @@
+"""What follows an attempt that another owner of the run turned away."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.load import LoadedRun, load_run
+from runtime.clock import ManualClock
+from runtime.errors import ContractViolation, OwnedError, Preempted, RunError
+from runtime.launch.driving import ending
+from runtime.launch.ray_jobs import RayJobs, classify
+from runtime.launch.receipts import Receipts
+from runtime.launch.standing import AttemptClass, AttemptStanding, RankStanding, of_ranks
+from runtime.launch.submitting import Sender
+from runtime.launch.watching import (
+    MOST_TURNED_AWAY,
+    Decision,
+    Owner,
+    Watcher,
+    decide,
+    decide_turned_away,
+    told,
+)
+from runtime.rundir.chain import Chain
+from runtime.rundir.failure import Failure
+from runtime.rundir.layout import RunRoot
+from runtime.rundir.records import EndRecord
+from tests.runtime.launch.owned_runs import end, own
+from tests.runtime.launch.submissions import PRESETS
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> RunRoot:
+    return RunRoot.of(tmp_path / "run")
+
+
+EXIT_3 = {"status": "FAILED", "driver_exit_code": 3, "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}
+
+
+def turned_away(root: RunRoot, attempt: int) -> AttemptStanding:
+    return told(classify(EXIT_3), Chain(root).read(), attempt)
+
+
+def watcher(root: RunRoot, tmp_path: Path, auto_resume: str = "milepost") -> Watcher:
+    loaded: LoadedRun = load_run(
+        PRESETS / "laptop.toml",
+        [
+            'launch.backend="ray"',
+            f'output.root="{root.path}"',
+            f"launch.weka_mounts={json.dumps([str(tmp_path)])}",
+            f'launch.auto_resume="{auto_resume}"',
+        ],
+    )
+    receipts = Receipts(tmp_path / "receipts")
+    return Watcher(
+        loaded, Sender(backend=RayJobs("http://nobody"), receipts=receipts, clock=ManualClock())
+    )
+
+
+def ended(state: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
+    failure = Failure.of(error, step="segment/5", time=0.0) if error else None
+    by = "failure" if error else "a person"
+    activity = "stopped" if state == "training" else None
+    return EndRecord(
+        epoch=epoch, time=0.0, state=state, activity=activity, ended_by=by, update=3,
+        failure=failure,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "what"),
+    [
+        (ended("failed", Preempted("its node was wanted")), "again"),
+        (ended("complete"), "again"),
+        (ended("failed", ContractViolation("the digest differs")), "over"),
+        (ended("training"), "over"),
+    ],
+)
+def test_how_the_owner_ended_decides(
+    root: RunRoot, tmp_path: Path, last: EndRecord, what: str
+) -> None:
+    own(root, attempt=1)
+    watching = watcher(root, tmp_path)
+    assert watching.decide(2, turned_away(root, 2)).what == "wait"
+    end(root, last)
+    decision = watching.decide(2, turned_away(root, 2))
+    assert decision.what == what
+    assert "attempt 1 (epoch 1" in decision.why
+
+
+@pytest.mark.parametrize("auto_resume", ["off", "scheduler"])
+def test_without_resubmission_the_error_says_another_owner(
+    root: RunRoot, tmp_path: Path, auto_resume: str
+) -> None:
+    own(root, attempt=1)
+    standing = turned_away(root, 2)
+    decision = watcher(root, tmp_path, auto_resume).decide(2, standing)
+    assert decision.what == "over"
+    error = ending(2, standing, decision)
+    assert isinstance(error, OwnedError)
+    assert "another process owned the run: attempt 1 (epoch 1, pid 7 on elsewhere)" in error.message
+
+
+def test_who_was_fenced_by_a_newer_attempt_was_turned_away(root: RunRoot) -> None:
+    own(root, attempt=1)
+    own(root, attempt=2, epoch=2)
+    assert turned_away(root, 1).is_turned_away
+    assert "attempt 2" in turned_away(root, 1).reason
+
+
+def test_only_its_own_exit_status_says_so(root: RunRoot) -> None:
+    own(root, attempt=1)
+    for code in (0, 1, 2, 4, 75):
+        standing = told(classify({**EXIT_3, "driver_exit_code": code}), Chain(root).read(), 2)
+        assert (standing.kind, standing.is_turned_away) == (AttemptClass.FAILED, False)
+    live = AttemptStanding(kind=AttemptClass.RUNNING, raw="x", exit_code=3)
+    assert told(live, Chain(root).read(), 2) == live
+
+
+def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
+    unknown = Owner(state="unknown", what="cannot be seen")
+
+    def after(in_a_row: int, owner: Owner = unknown, attempt: int = 9) -> Decision:
+        return decide_turned_away(
+            AttemptStanding(kind=AttemptClass.STOPPED, raw="x"),
+            owner,
+            auto_resume="milepost",
+            in_a_row=in_a_row,
+            attempt=attempt,
+        )
+
+    delays = [after(n).delay_s for n in range(1, MOST_TURNED_AWAY)]
+    assert delays == [10.0, 20.0, 40.0, 80.0]
+    assert after(MOST_TURNED_AWAY).what == "over"
+    assert after(1, attempt=100).what == "over"
+    # While an owner is there it is waited for, however often one was sent before.
+    assert after(MOST_TURNED_AWAY, replace(unknown, state="alive")).what == "wait"
+
+
+def test_nobody_follows_while_another_replica_still_runs(root: RunRoot, tmp_path: Path) -> None:
+    own(root, attempt=1)
+    end(root, ended("failed", Preempted("its node was wanted")))
+    leader = RankStanding(rank=0, kind=AttemptClass.FAILED, raw="failed (exit 3)", exit_code=3)
+    for kind, what in ((AttemptClass.RUNNING, "wait"), (AttemptClass.INTERRUPTED, "again")):
+        other = RankStanding(rank=1, kind=kind, raw="x", is_secondary=True)
+        standing = told(of_ranks([leader, other]), Chain(root).read(), 2)
+        assert standing.is_turned_away
+        assert watcher(root, tmp_path).decide(2, standing).what == what
+
+
+def test_a_newer_owner_that_is_gone_is_lost_with_the_one_it_fenced(
+    root: RunRoot, tmp_path: Path
+) -> None:
+    own(root, attempt=1)
+    own(root, attempt=2, epoch=2)
+    end(root, ended("failed", Preempted("its node was wanted"), epoch=2))
+    decision = watcher(root, tmp_path).decide(1, turned_away(root, 1))
+    assert (decision.what, decision.lost_attempt) == ("again", 2)
+
+
+def test_attempts_turned_away_are_not_attempts_without_a_commit() -> None:
+    lost = AttemptStanding(kind=AttemptClass.PREEMPTED, raw="x")
+    asked = {"attempt": 6, "auto_resume": "milepost", "last_committing": 0}
+    assert decide(lost, **asked).what == "over"
+    assert decide(lost, turned_away=2, **asked).what == "again"
