@@ -42,9 +42,10 @@ from runtime.publication.groups import GroupPlan
 from runtime.publication.ipc import IpcTransport
 from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
-from runtime.publication.sender import BroadcastSender, Description
-from runtime.publication.sharing import SharedWeights, WeightSharing
-from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
+from runtime.publication.sender import BroadcastSender
+from runtime.publication.sharing import WeightSharing
+from runtime.publication.snapshot import write_snapshot
+from runtime.publication.told import Description, SharedWeights, WrittenSnapshot
 from runtime.publication.transaction import Publisher
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before anything heavy is imported, here or in a child: these are read at import.
 os.environ.update(
@@ -14,6 +15,10 @@ os.environ.update(
 )
 
 from hypothesis import HealthCheck, settings
+
+# Code is compiled once, not by each of the hundreds of processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

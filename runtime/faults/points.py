@@ -28,6 +28,7 @@ _CALLS = "runtime.rollout.calls:GenerationCalls."
 _GATE = "runtime.rollout.gate:AdmissionGate."
 _SESSION = "runtime.session.sequence:Session."
 _GUARD = "runtime.session.guard:Guard."
+_ENDING = "runtime.session.ending:Ending."
 _COMMIT = "runtime.checkpoints.commit:Committer."
 _SWAP = "runtime.publication.swap:Swap."
 _MONITOR = "runtime.engines.monitor:HealthMonitor."
@@ -105,8 +106,8 @@ POINTS: tuple[Point, ...] = (
     Point("guard.announce", _GUARD + "_announce", "taken, and no process knows"),
     Point("guard.session", _GUARD + "_start_session", "the session is about to start"),
     Point("guard.watch", _GUARD + "_watch", "between two looks at session and lease"),
-    Point("guard.end", _GUARD + "_append_end", "the session has exited, no end record stands"),
-    Point("guard.finish", _GUARD + "_finish", "the end record stands, the view is older"),
+    Point("guard.end", _ENDING + "_append", "the session has exited, no end record stands"),
+    Point("guard.finish", _ENDING + "_write", "the end record stands, the view is older"),
     # Publication
     Point("publication.prepare", _SWAP + "prepare", "engines serve, no snapshot is there"),
     Point("publication.drain", _SWAP + "drain", "running requests are about to end"),

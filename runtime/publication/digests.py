@@ -11,8 +11,7 @@ import torch
 from runtime.engines.protocol import WeightHash
 from runtime.publication.checksum import Checksums
 from runtime.publication.mix64 import Tiles
-
-Digest = dict[str, str]
+from runtime.publication.told import Digest
 
 
 class Digests:

@@ -10,7 +10,6 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 
 import torch
 
@@ -18,30 +17,16 @@ from runtime.engines.collective import CollectiveGroup
 from runtime.engines.held_port import HeldPort
 from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import ContractViolation
-from runtime.publication.digests import Digest, Digests
+from runtime.publication.digests import Digests
 from runtime.publication.groups import GroupPlan
 from runtime.publication.limits import BUCKET_BYTES
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport
+from runtime.publication.told import Description
 
 KEEP_BYTES = 8 * 1024**3
 """On GPUs: the whole weights a sending rank may hold beside its shard."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """What a broadcast will carry."""
-
-    digests: dict[WeightHash, Digest]
-    buckets: tuple[tuple[TensorSpec, ...], ...]
-    """Specs of each bucket, in the order they are sent."""
-    num_bytes: int
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors of all buckets."""
-        return sum(map(len, self.buckets))
 
 
 class BroadcastSender:

@@ -18,23 +18,13 @@ import torch
 from runtime.engines.protocol import WeightHash
 from runtime.engines.shared import CudaHandle, SharedBucket, SharedTensor, lay_out
 from runtime.errors import ContractViolation
-from runtime.publication.digests import Digest, Digests
+from runtime.publication.digests import Digests
 from runtime.publication.limits import BUCKET_BYTES
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import spec_bytes, spec_of
 from runtime.publication.snapshot import WeightExport, join_export
+from runtime.publication.told import SharedWeights
 from runtime.rundir.atomic import disk_full_as_error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedWeights:
-    """What lies in the buckets of one place."""
-
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' data."""
-    digests: dict[WeightHash, Digest]
-    buckets: tuple[SharedBucket, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ Runs in the process of each trainer rank. Weights stream through one bucket at a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,7 @@ import torch
 
 from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import ContractViolation
-from runtime.publication.digests import Digest, Digests
+from runtime.publication.digests import Digests
 from runtime.publication.limits import BUCKET_BYTES
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.safetensors_file import (
@@ -25,6 +24,7 @@ from runtime.publication.safetensors_file import (
     plan_shards,
     spec_bytes,
 )
+from runtime.publication.told import Digest, WrittenSnapshot
 from runtime.rundir.atomic import disk_full_as_error
 
 SHARD_BYTES = 4 * 1024**3
@@ -40,22 +40,6 @@ class WeightExport(Protocol):
     def export_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Full weights in buckets; collective."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenSnapshot:
-    """What lies in a snapshot's folder."""
-
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' data, headers not counted."""
-    digests: dict[WeightHash, Digest]
-    """Of the tensors as they left the trainer, not as read back; by each hash asked for."""
-
-    @property
-    def checksums(self) -> Digest:
-        """SHA-256 by HF name; KeyError where it was not asked for."""
-        return self.digests["sha256"]
 
 
 def write_snapshot(

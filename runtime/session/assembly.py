@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -13,12 +12,11 @@ import anyio.to_thread
 
 from runtime.launch.group import GROUP_ADDRESS
 from runtime.rundir.processes import owned_environment
-from runtime.session.cluster import LocalRay, SessionRay, take_signals_back
+from runtime.session.cluster import LocalRay, SessionRay
 from runtime.session.context import Context
 from runtime.session.ground import Ground
 from runtime.session.headed import HeadRay
 from runtime.session.joined import JoinedRay, job_address
-from runtime.session.member import join_attempt
 from runtime.session.preparing import Prepared, prepare
 from runtime.session.running import running
 from runtime.session.sequence import Session
@@ -26,11 +24,10 @@ from runtime.session.serving import (
     Engines,
     make_engines,
 )
+from runtime.session.starting import TrainerStart
 from runtime.telemetry.events import Event
 from runtime.telemetry.timing import Stage
-from runtime.trainer.actor import Placement
 from runtime.trainer.group import TrainerGroup
-from runtime.trainer.settings import from_spec
 
 
 @asynccontextmanager
@@ -44,23 +41,24 @@ async def session_of(ground: Ground) -> AsyncGenerator[Session, None]:
     context = ground.context
     own_ray = _ray_of(ground)
     try:
-        prepared, trainer = await _prepare_beside(ground, own_ray)
-        nodes = own_ray.nodes
-        ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
-        async with nodes.watched(ground.tasks):
-            if ground.caches is not None:
-                # Before anything is compiled; the processes know the folder since they started.
-                await ground.caches.restore(Path(prepared.model), nodes)
-            scratch = ground.scratch
-            engines = make_engines(context, prepared, ground.recorder, nodes, scratch=scratch)
-            try:
-                facts = await _load_and_start(ground, prepared, engines, trainer)
-                async with running(ground, prepared, engines, trainer, facts, nodes) as session:
-                    yield session
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await trainer.shutdown()
-                    await engines.monitor.stop()
+        async with TrainerStart(ground, own_ray) as start:
+            prepared = await _prepare_beside(ground, start)
+            nodes = own_ray.nodes
+            ground.recorder.lifecycle.record(Event.RUN_PREPARED, fingerprint=prepared.fingerprint)
+            async with nodes.watched(ground.tasks):
+                if ground.caches is not None:
+                    # Before anything is compiled; the processes know the folder since they started.
+                    await ground.caches.restore(Path(prepared.model), nodes)
+                scratch = ground.scratch
+                engines = make_engines(context, prepared, ground.recorder, nodes, scratch=scratch)
+                try:
+                    trainer, facts = await _load_and_start(ground, prepared, engines, start)
+                    async with running(ground, prepared, engines, trainer, facts, nodes) as session:
+                        yield session
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await start.shutdown()
+                        await engines.monitor.stop()
         if ground.caches is not None and nodes.nodes:
             # Other nodes are reached while Ray is up; one that is lost now costs its cache alone.
             ground.view.doing("cache")
@@ -106,58 +104,37 @@ def _code(context: Context) -> dict[str, str]:
     return {"PYTHONPATH": str(code)} if code.is_dir() else {}
 
 
-async def _prepare_beside(ground: Ground, own_ray: SessionRay) -> tuple[Prepared, TrainerGroup]:
-    """Prepare in a process of its own while Ray and the trainer's ranks start: all import much."""
-    context, timing = ground.context, ground.recorder.timing
-    spec = context.spec
+async def _prepare_beside(ground: Ground, start: TrainerStart) -> Prepared:
+    """Prepare in a process of its own while Ray and the trainer's ranks start: all import much.
+
+    Returns once Ray is up too; the ranks may still be on their way. Whatever fails first ends the
+    wait for the others.
+    """
     made: list[Prepared] = []
-    started: list[TrainerGroup] = []
-
-    async def start_trainer() -> None:
-        await anyio.to_thread.run_sync(own_ray.start)
-        nodes, ranks = own_ray.nodes, context.plan.topology.trainer_ranks
-        take_signals_back()
-        with timing.stage(Stage.START_TRAINER):
-            trainer = await TrainerGroup.start(
-                from_spec(
-                    spec.core,
-                    spec.rollout,
-                    dtype=spec.model.dtype,
-                    seed=spec.seed,
-                    lora=spec.lora,
-                    teacher=spec.teacher,
-                ),
-                Placement(
-                    ranks=ranks,
-                    gpus_per_rank=context.plan.topology.gpus_per_rank,
-                    host=nodes.address(nodes.trainer_node(0, ranks)),
-                    options=lambda rank: nodes.options(nodes.trainer_node(rank, ranks)),
-                ),
-                epoch=context.epoch,
-                on_start=partial(join_attempt, str(context.attempt.path), epoch=context.epoch),
-            )
-        started.append(trainer)
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(start_trainer)
-        with timing.stage(Stage.PREPARE):
-            made.append(await prepare(context.attempt))
-    return made[0], started[0]
+        tasks.start_soon(start.trainer)
+        with ground.recorder.timing.stage(Stage.PREPARE):
+            made.append(await prepare(ground.context.attempt))
+        await start.ray_is_up()
+        tasks.cancel_scope.cancel()
+    return made[0]
 
 
 async def _load_and_start(
-    ground: Ground, prepared: Prepared, engines: Engines, trainer: TrainerGroup
-) -> dict[str, object]:
+    ground: Ground, prepared: Prepared, engines: Engines, start: TrainerStart
+) -> tuple[TrainerGroup, dict[str, object]]:
     """The model into the trainer, the engines beside it; facts about the model."""
-    facts: dict[str, object] = {}
+    loaded: list[tuple[TrainerGroup, dict[str, object]]] = []
     ground.view.doing("rendezvous")
 
     async def load() -> None:
-        facts.update(await trainer.load(prepared.model))
+        trainer = await start.trainer()
+        loaded.append((trainer, await trainer.load(prepared.model)))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(load)
         with ground.recorder.timing.stage(Stage.START_ENGINES):
             await engines.monitor.start_engines()
+    trainer, facts = loaded[0]
     ground.recorder.lifecycle.record(Event.TRAINER_STARTED, facts=facts)
-    return facts
+    return trainer, facts

@@ -19,12 +19,11 @@ from types import FrameType
 
 from runtime import faults
 from runtime.clock import Clock, SystemClock
-from runtime.errors import DiskFull, FencedError, Interrupted, OwnedError, StoreError
+from runtime.errors import FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, results, workflow
 from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile, Outcome
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
-from runtime.rundir.failure import Failure
 from runtime.rundir.journal import Journal
 from runtime.rundir.layout import AttemptDir
 from runtime.rundir.lease import RunLease, again_s
@@ -35,12 +34,13 @@ from runtime.rundir.processes import (
     owned_environment,
     reap,
 )
-from runtime.rundir.records import Activity, EndRecord, EpochRecord
+from runtime.rundir.records import Activity, EpochRecord
 from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
+from runtime.session.ending import Ending, show
 from runtime.session.filling import fill_empty_root
-from runtime.session.outcome import KilledBy, judge
+from runtime.session.outcome import KilledBy
 from runtime.session.scratch import remove_scratch, run_key
 from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
@@ -127,7 +127,7 @@ class Guard:
         if before is not None and history.is_complete(records):
             # The last guard may have died between the end record and its last view.
             view = workflow.current(self._root, records, now=self._clock.time())
-            self._write_view(view, before.epoch)
+            self._show(view, before.epoch)
             atomic.sweep(self._root.path)
             remove_scratch(run_key(self._root.path))
             return self._say("the run is complete", EXIT_ENDED)
@@ -144,7 +144,7 @@ class Guard:
         self._journal.set_reserve()
         self._journal.append(Event.EPOCH_TAKEN, restored=epoch.restored, reason=epoch.reason)
         if problem is not None:
-            return self._finish(_unrestorable(epoch, problem, self._clock.time()), None)
+            return _status(self._ending().of_unrestorable(epoch, problem))
         with Switch() as switch:
             self._announce(epoch, lease, switch)
             session = self._start_session(epoch.epoch)
@@ -158,7 +158,7 @@ class Guard:
             return EXIT_NOT_OWNER
         # A session that was killed leaves its Ray's folder; no one may come after it.
         remove_scratch(run_key(self._root.path))
-        return self._end(self._present(epoch), returncode, killed_by)
+        return _status(self._ending().of_session(self._present(epoch), returncode, killed_by))
 
     def _present(self, taken: EpochRecord) -> int:
         """Our present epoch: the one taken, or a later one that our session began for us.
@@ -213,8 +213,8 @@ class Guard:
         # Last words of an earlier epoch of this attempt are not this one's.
         self._attempt.outcome.unlink(missing_ok=True)
         self._attempt.epoch(epoch.epoch).mkdir(exist_ok=True)
-        view = self._rebuilt().model_copy(update={"activity": _activity(epoch)})
-        self._write_view(view, epoch.epoch)
+        view = workflow.rebuild(self._root, self._chain.seen, now=self._clock.time())
+        self._show(view.model_copy(update={"activity": _activity(epoch)}), epoch.epoch)
 
     def _start_session(self, epoch: int) -> SessionProcess:
         if faults.plan is not None:
@@ -304,52 +304,11 @@ class Guard:
         # Half files of whoever died while writing; nobody reads them, and nobody else deletes them.
         atomic.sweep(self._root.path)
 
-    # -- the end --------------------------------------------------------------------------------
+    def _ending(self) -> Ending:
+        return Ending(self._attempt, self._chain, self._journal, clock=self._clock)
 
-    def _end(self, epoch: int, returncode: int, killed_by: KilledBy | None) -> int:
-        records = self._chain.check(epoch)
-        last = workflow.read(self._root)
-        view = last if last is not None and last.epoch == epoch else None
-        outcome = judge(
-            self._attempt,
-            epoch=epoch,
-            returncode=returncode,
-            killed_by=killed_by,
-            committed=history.committed_update(records),
-            view=view,
-            now=self._clock.time(),
-        )
-        return self._finish(outcome, view)
-
-    def _finish(self, outcome: Outcome, view: workflow.Workflow | None) -> int:
-        if outcome.state == "failed" and outcome.failure is not None:
-            self._journal.fail(outcome.failure)
-        self._append_end(outcome)
-        if faults.plan is not None:
-            faults.plan.reach("guard.finish")
-        self._journal.append(_ending(outcome), ended_by=outcome.ended_by, update=outcome.update)
-        self._write_view(self._rebuilt(last=view), outcome.epoch)
-        return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
-
-    def _append_end(self, outcome: Outcome) -> None:
-        if faults.plan is not None:
-            faults.plan.reach("guard.end")
-        fields = outcome.model_dump(exclude={"schema_version"})
-        record = EndRecord.model_validate({**fields, "time": self._clock.time()})
-        try:
-            self._chain.append(record)
-        except DiskFull:
-            # The reserve is for exactly this; a second refusal is one the next owner will find.
-            self._attempt.reserve.unlink(missing_ok=True)
-            self._chain.append(record)
-
-    def _rebuilt(self, last: workflow.Workflow | None = None) -> workflow.Workflow:
-        return workflow.rebuild(self._root, self._chain.seen, now=self._clock.time(), last=last)
-
-    def _write_view(self, view: workflow.Workflow, epoch: int) -> None:
-        # A view can be rebuilt; no want of space for it ends a run.
-        with suppress(DiskFull):
-            workflow.WorkflowFile(self._root, epoch=epoch, clock=self._clock).write(view)
+    def _show(self, view: workflow.Workflow, epoch: int) -> None:
+        show(self._root, view, epoch=epoch, clock=self._clock)
 
     def _sleep(self, seconds: float) -> None:
         if self._is_terminated:
@@ -393,22 +352,8 @@ def keep_results(attempt: AttemptDir) -> None:
         sys.stderr.write(f"milepost guard, attempt {attempt.number}: results not kept: {error}\n")
 
 
-def _unrestorable(epoch: EpochRecord, problem: StoreError, now: float) -> Outcome:
-    return Outcome(
-        epoch=epoch.epoch,
-        state="failed",
-        ended_by="failure",
-        update=max(0, epoch.restored_update),
-        failure=Failure.of(problem, step="rendezvous", time=now),
-    )
-
-
-def _ending(outcome: Outcome) -> Event:
-    if outcome.state == "complete":
-        return Event.RUN_COMPLETED
-    if outcome.state == "failed":
-        return Event.ATTEMPT_ENDED
-    return Event.RUN_PARKED if outcome.activity == "parked" else Event.RUN_STOPPED
+def _status(outcome: Outcome) -> int:
+    return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
 
 
 def _activity(epoch: EpochRecord) -> Activity:

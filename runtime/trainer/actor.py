@@ -14,7 +14,7 @@ import ray
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from runtime.trainer.rank import RankInfo
+    from runtime.trainer.operations import RankInfo
 
 LOOPBACK = "127.0.0.1"
 

@@ -24,15 +24,13 @@ from runtime.engines.protocol import TensorSpec, WeightHash
 from runtime.errors import RunError, TrainerLost, WaitTimeout
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.actor import Placement, make_actor
+from runtime.trainer.operations import Operation, RankInfo
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from runtime.publication.groups import GroupPlan
-    from runtime.publication.sender import Description
-    from runtime.publication.sharing import SharedWeights
-    from runtime.publication.snapshot import WrittenSnapshot
-    from runtime.trainer.rank import RankInfo
+    from runtime.publication.told import Description, SharedWeights, WrittenSnapshot
 
 _ASK_AGAIN_S = 1.0
 _ASK_AGAIN_TIMES = 20
@@ -224,8 +222,6 @@ class TrainerGroup:
     # Calls ------------------------------------------------------------------------------------
 
     def _operation(self, name: str) -> Any:
-        from runtime.trainer.rank import Operation
-
         serial = next(self._serials)
         return Operation(epoch=self._epoch, update=self._update, name=name, serial=serial)
 

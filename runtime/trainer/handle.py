@@ -14,7 +14,7 @@ from runtime.publication.protocol import ONLY_SHA256
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 
 if TYPE_CHECKING:
-    from runtime.publication.snapshot import WrittenSnapshot
+    from runtime.publication.told import WrittenSnapshot
 
 
 class TrainerHandle(Protocol):

@@ -19,8 +19,7 @@ from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMet
 from runtime.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from runtime.publication.sharing import SharedWeights
-    from runtime.publication.snapshot import WrittenSnapshot
+    from runtime.publication.told import SharedWeights, WrittenSnapshot
 
 
 class LocalGroup:
@@ -38,7 +37,7 @@ class LocalGroup:
         self._stopped = anyio.Event()
 
     async def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        from runtime.trainer.rank import Operation
+        from runtime.trainer.operations import Operation
 
         operation = Operation(
             epoch=0,

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,17 +18,17 @@ import torch
 from runtime.engines.protocol import WeightHash
 from runtime.errors import FencedError, PublicationFailed
 from runtime.publication.diagnostics import stacks_of_this_rank
-from runtime.publication.digests import Digest
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.sender import BroadcastSender
-from runtime.publication.sharing import SharedWeights, WeightSharing
+from runtime.publication.sharing import WeightSharing
 from runtime.publication.snapshot import (
     WeightExport,
-    WrittenSnapshot,
     digest_export,
     join_export,
     write_snapshot,
 )
+from runtime.publication.told import Digest, SharedWeights, WrittenSnapshot
+from runtime.trainer.operations import Operation, RankInfo
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
@@ -37,27 +36,6 @@ from runtime.trainer.torch.ranks import Ranks
 T = TypeVar("T")
 _SENDING = frozenset({"describe", "open_group", "send_bucket"})
 _PUBLISHING = _SENDING | {"write_snapshot", "share_weights", "write_adapter", "digest_base"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """Names one call, the same on every rank and on every repetition."""
-
-    epoch: int
-    update: int
-    """The trainer's update when the call was made."""
-    name: str
-    serial: int
-    """Counts the calls of a lane; a lower one than the last is an old call that came late."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """Where a rank runs."""
-
-    rank: int
-    host: str
-    pid: int
 
 
 class RankServer:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -22,6 +21,7 @@ from pydantic import SecretStr, ValidationError
 
 import blocks
 from blocks import BeakerAccount, ImageRegistry, ObjectStore, RayCluster, Tracking
+from tests.http_thread import answer_in_thread
 
 SECRET = "not-for-anyones-eyes"
 ALL = [
@@ -241,8 +241,7 @@ class JobServer(BaseHTTPRequestHandler):
 @pytest.mark.ray
 def test_the_job_client_carries_the_token() -> None:
     http = ThreadingHTTPServer(("127.0.0.1", 0), JobServer)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
+    thread = answer_in_thread(http)
     try:
         address = f"http://127.0.0.1:{http.server_port}"
         RayCluster(address=address, auth_token=SecretStr(SECRET)).job_client()

@@ -4,6 +4,7 @@ from collections import Counter
 
 from runtime.checkpoints.files import damage
 from runtime.data.history import consumed_prompts
+from runtime.evaluation.receipts import derive
 from runtime.rundir.records import CommitRecord
 from runtime.session.status import COMPLETE, look
 from tests.e2e.running import Run
@@ -21,6 +22,20 @@ def assert_whole(run: Run, *, updates: int, consumed: int | None = None) -> None
     assert run.commits[-1].update == updates
     assert_no_half_files(run)
     assert run.processes() == []
+
+
+def assert_stopped(run: Run, ended_by: str, activity: str) -> None:
+    """It committed all it had trained, and owes neither an export nor an evaluation."""
+    end = run.until_ended()
+    assert (end.state, end.ended_by, end.activity) == ("training", ended_by, activity), run.log()
+    assert run.commits[-1].update == end.update
+    assert_ledger_exact(run, consumed=4 * end.update)
+    assert not run.root.export.exists()
+    for folder in run.root.evaluations.glob(f"e*.u{end.update}/*"):
+        receipt = derive(folder, stands=True)  # of the one that was terminated, at the same update
+        assert receipt is not None
+        assert receipt.reason == "superseded"
+    assert run.view.activity == activity
 
 
 def assert_ledger_exact(run: Run, *, consumed: int) -> None:

@@ -1,6 +1,7 @@
 """The flow is unnecessary for the run, and shows all of it to people."""
 
 import contextlib
+import contextvars
 import os
 import signal
 import subprocess
@@ -27,7 +28,10 @@ from prefect.settings import (
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.train import train
-from tests.e2e.checks import assert_whole
+from runtime.data.collections import read_collection
+from runtime.errors import ConfigError
+from runtime.rundir import history
+from tests.e2e.checks import assert_stopped, assert_whole
 from tests.e2e.running import Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.prefect, pytest.mark.timeout(600)]
@@ -74,9 +78,53 @@ def shown(state: State[str]) -> tuple[FlowRun, list[str], dict[str, str]]:
         return flow_run, [task.name for task in tasks], retried
 
 
-def test_a_flow_shows_every_committed_step_and_its_artifacts(run: Run) -> None:
-    state = train(run.file, [], return_state=True)
+class Following:
+    """A flow in a thread of its own, with the settings of this one."""
+
+    def __init__(self, run: Run) -> None:
+        self._found: list[State[str]] = []
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._go, run))
+        self._thread.start()
+
+    def _go(self, run: Run) -> None:
+        self._found.append(train(run.file, list(run.sets), return_state=True))
+
+    def end(self) -> State[str]:
+        self._thread.join()
+        return self._found[0]
+
+
+def test_a_flow_shows_every_committed_step_of_an_undisturbed_run_and_its_artifacts(
+    run: Run,
+) -> None:
+    flow = Following(run)
+    run.until(lambda: run.attempt == 1, "the flow to have started it")
+    assert run.start().how == "attached"
+    with pytest.raises(ConfigError, match=r"core\.lr: 0\.001 -> 0\.5"):
+        run.start("core.lr=0.5")
+    state = flow.end()
     assert (state.type.value, state.name) == ("COMPLETED", "Complete")
+    assert_all_of_it_is_shown(run, state)
+
+    assert run.until_ended().ended_by == "max_updates"
+    assert run.epoch == 1
+    assert_whole(run, updates=8)
+    assert [c.update for c in run.commits] == [0, 2, 4, 6, 8]
+    assert sorted(p.name for p in run.root.rollouts.glob("*.parquet")) == [
+        f"{number:06d}-e1.parquet" for number in range(1, 9)
+    ]
+    assert_evaluation_resampled_nothing(run)
+    assert_export_loads(run)
+
+    # Over a complete run nothing is started, and a second flow ends as complete.
+    before = run.records
+    assert run.start().how == "complete"
+    again = train(run.file, [], return_state=True)
+    assert again.name == "Complete"
+    assert run.records == before
+
+
+def assert_all_of_it_is_shown(run: Run, state: State[str]) -> None:
     flow_run, tasks, retried = shown(state)
     assert [name for name in tasks if name[:5] in ("train", "commi", "evalu")] == [
         "train collections 1-2",
@@ -101,63 +149,80 @@ def test_a_flow_shows_every_committed_step_and_its_artifacts(run: Run) -> None:
     assert "state: **complete**" in summary
     assert (run.root.reports / "report.html").is_file()
     assert names[-3:] == ["Preparing", "Training", "Complete"]
-    assert_whole(run, updates=8)
-
-    # A second flow over a complete run starts nothing and ends as complete.
-    again = train(run.file, [], return_state=True)
-    assert again.name == "Complete"
-    assert run.epoch == 1
 
 
-def test_a_lost_run_is_taken_up_by_the_retry_of_the_waiting_task(
-    make_run: Callable[..., Run],
+def assert_evaluation_resampled_nothing(run: Run) -> None:
+    """Shared evaluation under refresh: what waited at the gate goes on as it was."""
+    paused = run.events("generation.paused")
+    assert [event["reason"] for event in paused] == ["evaluation"] * 2
+    assert len(run.events("generation.resumed")) == 2
+    assert run.ledger().requeued == 0
+    for path in run.root.rollouts.glob("*.parquet"):
+        assert {group.attempt for group in read_collection(path).groups} == {1}
+
+
+def assert_export_loads(run: Run) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.root.export)
+    trained = AutoModelForCausalLM.from_pretrained(run.root.export, dtype=torch.float32)
+    initial = AutoModelForCausalLM.from_pretrained(run.initial_model, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode("reverse: abcd")])
+    with torch.inference_mode():
+        gap = (trained(ids).logits - initial(ids).logits).abs().max()
+    assert gap > 1e-3  # eight updates were made
+
+
+def test_a_run_is_lost_stopped_and_left_by_those_who_follow_it_and_comes_out_whole(
+    make_run: Callable[..., Run], environment: dict[str, str]
 ) -> None:
-    run = make_run()
-    found: list[State[str]] = []
-    flow = threading.Thread(target=lambda: found.append(train(run.file, [], return_state=True)))
-    flow.start()
-    run.until_committed(2)
+    run = make_run(
+        "core.max_updates=10000",
+        "data.epochs=200",
+        "checkpoint.every_updates=20",
+        "evaluation.every_updates=10000",
+    )
+    flow = Following(run)
+    run.until_committed(20)
     for role in ("guard", "session"):
         for process in run.role(role):
             process.kill()
-    flow.join()
-    assert found[0].name == "Complete"
-    _, _, retried = shown(found[0])
-    assert list(retried.values()) == ["2"], retried
-    assert run.epoch == 2
-    assert_whole(run, updates=8)
-
-
-def test_a_stopped_run_ends_its_flow_as_stopped(make_run: Callable[..., Run]) -> None:
-    run = make_run()
-    found: list[State[str]] = []
-    flow = threading.Thread(target=lambda: found.append(train(run.file, [], return_state=True)))
-    flow.start()
-    run.until_committed(0)
+    run.until_epoch(2)  # begun by the retry of the task that waited
+    run.until_committed(history.committed_update(run.records) + 20)
     run.stop("stop")
-    flow.join()
-    assert (found[0].type.value, found[0].name) == ("CANCELLED", "Stopped")
-    assert (run.end.state, run.end.activity) == ("training", "stopped")
+    state = flow.end()
+    assert (state.type.value, state.name) == ("CANCELLED", "Stopped")
+    _, _, retried = shown(state)
+    assert list(retried.values()) == ["2"], retried
+    assert_stopped(run, "stop", "stopped")
+    assert run.epoch == 2
+
+    assert_killing_the_command_kills_no_run(run, environment)
+    assert run.until_ended().ended_by == "stop_final"
+    assert run.epoch == 3
+    assert_whole(run, updates=run.end.update)
 
 
-def test_killing_the_command_kills_no_run_and_the_next_one_attaches(
-    make_run: Callable[..., Run], environment: dict[str, str]
-) -> None:
-    run = make_run("core.max_updates=12")
+def assert_killing_the_command_kills_no_run(run: Run, environment: dict[str, str]) -> None:
+    """And the next one attaches, and follows it to its end."""
     command = [sys.executable, "-m", "flows.cli", "run", str(run.file)]
     command += [f"--set={text}" for text in run.sets]
-    quiet = subprocess.DEVNULL
+    quiet, stopped_at, epoch = subprocess.DEVNULL, run.end.update, run.epoch
     first = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
     try:
-        run.until_committed(2)
+        run.until_epoch(epoch + 1)
+        run.until_committed(stopped_at + 20)
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
     assert run.role("guard")
-    second = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=500, check=False
+    second = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "attached: attempt 1" in second.stdout
-    assert run.epoch == 1
-    assert_whole(run, updates=12)
+    with second:
+        assert second.stdout is not None
+        assert f"attached: attempt {run.attempt} " in second.stdout.readline()
+        run.stop("final")
+        said = second.stdout.read()
+    assert second.returncode == 0, said

@@ -30,7 +30,7 @@ def test_full_disk_at_the_end_of_the_data_is_held_and_made_good(
     few.write_text("".join(lines))
     run.root.path.mkdir()
     with small_disk(run.root.checkpoints) as filler:
-        run.start(f'data.train="{few}"', "evaluation.every_updates=100")
+        run.start_prepared(f'data.train="{few}"', "evaluation.every_updates=100")
         held = run.until_held()
         assert held.failure.error_class == "DiskFull"
         assert held.failure.step == "checkpoint/3"

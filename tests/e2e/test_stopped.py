@@ -15,7 +15,7 @@ from runtime.rundir.records import EpochRecord
 from runtime.session.answers import Ended
 from runtime.session.ensure import ensure
 from runtime.session.status import RESUMABLE, look
-from tests.e2e.checks import assert_ledger_exact, assert_whole
+from tests.e2e.checks import assert_stopped, assert_whole
 from tests.e2e.running import Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -25,7 +25,7 @@ def test_run_goes_on_after_every_kind_of_stop(make_run: Callable[..., Run]) -> N
     run = make_run("core.max_updates=10000", "data.epochs=200", "evaluation.every_updates=1000")
     spoil_tracking(run)
 
-    run.start("core.debug_exit_after=3", 'tracking.mode="offline"')
+    run.start_prepared("core.debug_exit_after=3", 'tracking.mode="offline"')
     assert_stopped(run, "debug_exit", "stopped")
     assert [c.update for c in run.commits] == [0, 2, 3]
 
@@ -57,31 +57,12 @@ def test_run_goes_on_after_every_kind_of_stop(make_run: Callable[..., Run]) -> N
     assert_stopped(run, "stop", "stopped")
     assert run.end.update == parked_at
 
-    run.start()
-    run.until_committed(parked_at + 2)
-    run.stop("stop")
-    assert_stopped(run, "stop", "stopped")
-
     assert_refuses_without_a_valid_commit(copy_of(run))
 
     run.start("core.max_run_seconds=1")
     run.finish()
     assert run.end.ended_by == "wall_clock"
     assert_whole(run, updates=run.end.update)
-
-
-def assert_stopped(run: Run, ended_by: str, activity: str) -> None:
-    """It committed all it had trained, and owes neither an export nor an evaluation."""
-    end = run.until_ended()
-    assert (end.state, end.ended_by, end.activity) == ("training", ended_by, activity), run.log()
-    assert run.commits[-1].update == end.update
-    assert_ledger_exact(run, consumed=4 * end.update)
-    assert not run.root.export.exists()
-    for folder in run.root.evaluations.glob(f"e*.u{end.update}/*"):
-        receipt = derive(folder, stands=True)  # of the one that was terminated, at the same update
-        assert receipt is not None
-        assert receipt.reason == "superseded"
-    assert run.view.activity == activity
 
 
 def assert_terminated(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +14,7 @@ from prefect.flows import load_flow_from_entrypoint
 
 from flows.commands._server import ServerError, environment, is_healthy
 from runtime.rundir.records import Activity
+from tests.http_thread import answer_in_thread
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
 (ZOMBIE,) = yaml.safe_load(Path("automations.yaml").read_text())["automations"]
@@ -80,8 +80,7 @@ class Stranger(BaseHTTPRequestHandler):
 @pytest.fixture
 def stranger() -> Iterator[int]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Stranger)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
+    thread = answer_in_thread(http)
     yield http.server_port
     http.shutdown()
     http.server_close()

@@ -20,7 +20,7 @@ from runtime.evaluation.receipts import EvaluationReceipt, Result, Started
 from runtime.evaluation.snapshots import find_weights, pinned_policies, release_snapshots
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
-from runtime.publication.snapshot import WrittenSnapshot
+from runtime.publication.told import WrittenSnapshot
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot

@@ -25,6 +25,8 @@ import grpc
 from beaker import beaker_pb2 as pb2
 from beaker import beaker_pb2_grpc as rpc
 
+from tests.http_thread import answer_in_thread
+
 TOKEN = "the-token-of-the-test"
 
 
@@ -194,7 +196,7 @@ def serving(folder: Path) -> Iterator[FakeBeaker]:
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     rest = ThreadingHTTPServer(("127.0.0.1", 0), _rest(state))
-    threading.Thread(target=rest.serve_forever, daemon=True).start()
+    answer_in_thread(rest)
     state.agent, state.rpc = f"http://127.0.0.1:{rest.server_port}", f"localhost:{port}"
     try:
         yield state

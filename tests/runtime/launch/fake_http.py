@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.http_thread import answer_in_thread
+
 
 class FakeScheduler:
     """The knobs; state is the subclass's."""
@@ -34,7 +36,7 @@ class FakeScheduler:
         """Answer on loopback."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer_in_thread(server)
         try:
             yield
         finally:

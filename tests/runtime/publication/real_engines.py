@@ -16,9 +16,10 @@ from runtime.engines.embedded.settings import EngineSettings
 from runtime.publication.groups import GroupPlan
 from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
-from runtime.publication.sender import BroadcastSender, Description
-from runtime.publication.sharing import SharedWeights, WeightSharing
-from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
+from runtime.publication.sender import BroadcastSender
+from runtime.publication.sharing import WeightSharing
+from runtime.publication.snapshot import write_snapshot
+from runtime.publication.told import Description, SharedWeights, WrittenSnapshot
 
 
 class ModelTrainer:

@@ -28,8 +28,9 @@ from runtime.publication.disk import DiskTransport
 from runtime.publication.ipc import IpcTransport
 from runtime.publication.protocol import ONLY_SHA256
 from runtime.publication.transaction import Publisher
+from runtime.trainer.operations import Operation
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.rank import Operation, RankServer
+from runtime.trainer.rank import RankServer
 from runtime.trainer.settings import LoraSettings, OptimizerSettings, TrainerSettings
 from tests.runtime.publication.real_engines import engines
 from tests.runtime.trainer.tiny import make_sequences, tiny_config

@@ -79,27 +79,35 @@ def test_both_engines_hold_exactly_the_trainers_weights(home, folder):
     anyio.run(main)
 
 
-def test_running_requests_go_on_with_spans_of_both_policies(home, folder):
+def test_running_requests_go_on_with_spans_of_both_policies(home, folder, monkeypatch):
     async def main():
         house = home()
-        async with engines(folder, 1) as targets:
+        async with engines(folder, 1) as targets, anyio.create_task_group() as tasks:
             await house.publish(P1, targets)
             client = targets[0].client
             sampling = SamplingSettings(max_new_tokens=300, ignore_eos=True)
             request = GenerateRequest(
                 rid="long", input_ids=(1, 2, 3), sampling=sampling, salt=str(P1)
             )
-            got = []
+            got, is_over = [], anyio.Event()
 
             async def generate():
                 got.extend(await client.generate(request, deadline_s=30))
+                is_over.set()
 
-            async with anyio.create_task_group() as tasks:
+            pause, before = client.pause, (await client.load()).generated_tokens
+
+            async def pause_what_runs(*args, **options):
+                # Begun here: what is prepared first may take longer than the whole answer.
                 tasks.start_soon(generate)
-                while (await client.load()).generated_tokens < 20:
+                while (await client.load()).generated_tokens < before + 2:
                     await anyio.lowlevel.checkpoint()
-                decision = await house.publish(P2, targets)
+                return await pause(*args, **options)
+
+            monkeypatch.setattr(client, "pause", pause_what_runs)
+            decision = await house.publish(P2, targets)
             assert decision.verified[0].pause == "in_place"
+            await is_over.wait()
             (generation,) = got
             assert [s.policy for s in generation.spans] == [P1, P2]
             assert generation.spans[-1].end == len(generation.token_ids) == 300

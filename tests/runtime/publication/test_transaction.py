@@ -1,7 +1,6 @@
-from __future__ import annotations
+"""One transaction: whoever fails at whatever step is gone before anything resumes."""
 
-from dataclasses import replace
-from functools import partial
+from __future__ import annotations
 
 import anyio
 import pytest
@@ -14,87 +13,15 @@ from runtime.errors import (
     EngineError,
     PublicationFailed,
     TrainerLost,
-    WaitTimeout,
 )
 from runtime.policy import PolicyId
 from runtime.publication.decision import read_decisions
-from runtime.publication.disk import DiskTransport
-from runtime.publication.limits import PublicationLimits
 from runtime.publication.protocol import Snapshot
-from runtime.publication.transaction import Publisher
 from runtime.publication.verification import check_held
 from tests.runtime.publication.tiny_engines import (
-    INFO,
     KINDS,
-    Faults,
-    Journal,
-    TinyEngine,
-    TinyTrainer,
-    target,
 )
-
-SHORT = PublicationLimits(
-    prepare_s=0.4, drain_s=0.1, pause_s=0.4, transfer_s=0.4, verify_s=0.4,
-    set_policy_s=0.4, kill_s=0.4, resume_s=0.4,
-)  # fmt: skip
-"""For calls that hang; long enough for a sound engine on a loaded machine."""
-P1, P2 = PolicyId(1, 1), PolicyId(1, 2)
-
-
-class House:
-    """Engines, a trainer and a publisher over the disk transport."""
-
-    def __init__(self, tmp_path, num_engines: int, infos=None, limits=None) -> None:
-        self.journal = Journal()
-        self.faults = Faults()
-        infos = infos or [INFO] * num_engines
-        self.engines = [TinyEngine(i, self.journal, infos[i]) for i in range(num_engines)]
-        self.trainer = TinyTrainer()
-        self.transport = DiskTransport(self.trainer, tmp_path)
-        self.kill_error: Exception | None = None
-        self.edges = []
-        self.publisher = Publisher(
-            transport=self.transport,
-            kill=self.kill,
-            record_path=tmp_path / "publications.jsonl",
-            limits=limits or PublicationLimits(),
-            stage_log=self.edges.append,
-        )
-        self.record_path = tmp_path / "publications.jsonl"
-
-    async def kill(self, slot: int, incarnation: str, reason: str) -> None:
-        if self.kill_error is not None:
-            raise self.kill_error
-        assert incarnation == f"i{slot}"
-        self.journal.add("kill", slot)
-        self.engines[slot].is_dead = True
-
-    @property
-    def live(self):
-        return [e for e in self.engines if not e.is_dead]
-
-    def targets(self):
-        return [target(e, self.faults) for e in self.live]
-
-    async def publish(self, policy: PolicyId, mode="refresh", drain=None, decided=None):
-        self.trainer.update = policy.update
-        return await self.publisher.publish(
-            policy, self.targets(), mode=mode, drain=drain, decided=decided
-        )
-
-    def serves(self, engine: TinyEngine, policy: PolicyId) -> bool:
-        behind = (self.trainer.update - policy.update) * 100
-        right = {n: t - behind for n, t in self.trainer.weights().items()}
-        return (
-            engine.says == str(policy)
-            and engine.paused is None
-            and all(engine.weights[n].equal(t) for n, t in right.items())
-        )
-
-
-@pytest.fixture
-def house(tmp_path):
-    return partial(House, tmp_path)
+from tests.runtime.publication.tiny_house import P1, P2, SHORT, House
 
 
 def test_publishes_to_every_engine_and_says_so(house):
@@ -292,181 +219,6 @@ def test_cancelled_publication_leaves_engines_paused_and_a_record(house):
         home.faults.plan.clear()
         await home.publish(P1)
         assert all(home.serves(e, P1) for e in home.engines)
-
-    anyio.run(main)
-
-
-def test_drain_waits_for_running_requests_and_flushes(house):
-    async def main():
-        home = house(2)
-        order = home.journal
-
-        async def drain():
-            order.add("drained", -1)
-            for engine in home.engines:
-                engine.running = 0
-
-        decision = await home.publish(P1, mode="drain", drain=drain)
-        assert order.events[0] == ("drained", -1)
-        assert [v.pause for v in decision.verified] == ["abort", "abort"]
-        assert [e.num_flushed for e in home.engines] == [1, 1]
-
-    anyio.run(main)
-
-
-def test_a_drain_that_does_not_end_changes_nothing(house):
-    async def main():
-        home = house(1, limits=SHORT)
-        with pytest.raises(WaitTimeout, match=r"running requests to end before e1\.u1"):
-            await home.publish(P1, mode="drain", drain=anyio.sleep_forever)
-        assert home.journal.events == []
-        assert not home.publisher.is_halted
-
-    anyio.run(main)
-
-
-def test_halted_engines_are_not_drained_again(house):
-    async def main():
-        home = house(1)
-
-        async def drained():
-            pass
-
-        home.faults.plan[0, "checksums"] = "refuse"
-        with pytest.raises(PublicationFailed):
-            await home.publish(P1, mode="drain", drain=drained)
-        home.faults.plan.clear()
-        # Requests in paused engines would never end: a second drain would run into its limit.
-        await home.publish(P1, mode="drain", drain=anyio.sleep_forever)
-        assert home.serves(home.engines[0], P1)
-
-    anyio.run(main)
-
-
-def test_engines_of_different_abilities_are_each_paused_in_their_way(house):
-    async def main():
-        no_spans = replace(INFO, native_spans=False)
-        neither = replace(INFO, native_spans=False, forgets_prefixes=False)
-        # A salt does not help: a request that waited for the swap brings the old policy's.
-        only_salted = replace(INFO, forgets_prefixes=False)
-        home = house(4, infos=[INFO, no_spans, neither, only_salted])
-        decision = await home.publish(P1)
-        assert [(v.pause, v.flushed) for v in decision.verified] == [
-            ("in_place", False), ("abort", False), ("abort", True), ("abort", True),
-        ]  # fmt: skip
-        assert [e.num_flushed for e in home.engines] == [0, 0, 1, 1]
-        assert [e.running for e in home.engines] == [1, 0, 0, 0]
-
-    anyio.run(main)
-
-
-def test_the_decision_is_told_while_every_engine_still_stands_paused(house):
-    """Or a request between the two would reach new weights with the old policy as its salt."""
-
-    async def main():
-        home = house(3)
-        home.faults.plan[1, "checksums"] = "refuse"
-        told = []
-
-        def decided(policy, verified):
-            paused = [home.engines[target.slot].paused is not None for target in verified]
-            told.append((policy, [target.slot for target in verified], paused))
-
-        await home.publish(P1, decided=decided)
-        assert told == [(P1, [0, 2], [True, True])]
-
-    anyio.run(main)
-
-
-def test_a_restarted_engine_is_brought_to_the_published_policy(house):
-    async def main():
-        home = house(2)
-        await home.publish(P1)
-        home.trainer.update = 7  # training has gone on; the snapshot has not
-        fresh = TinyEngine(1, home.journal)
-        decision = await home.publisher.bring_up(target(fresh), P1)
-        assert decision.kind == "bring_up"
-        assert decision.policy == "e1.u1"
-        assert home.serves(fresh, P1)
-        assert home.trainer.num_exports == 1
-
-    anyio.run(main)
-
-
-def test_bring_up_during_a_publication_arrives_at_the_newer_policy(house):
-    async def main():
-        home = house(1)
-        await home.publish(P1)
-        fresh = TinyEngine(1, home.journal)
-        got = []
-
-        async def join():
-            got.append(await home.publisher.bring_up(target(fresh), P1))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(home.publish, P2)
-            await anyio.wait_all_tasks_blocked()
-            tasks.start_soon(join)
-        assert got[0].policy == "e1.u2"
-        assert home.serves(fresh, P2)
-
-    anyio.run(main)
-
-
-def test_a_failed_bring_up_ends_that_engine_and_no_other(house):
-    async def main():
-        home = house(2)
-        await home.publish(P1)
-        home.faults.plan[1, "update_from_disk"] = "torn"
-        with pytest.raises(PublicationFailed):
-            await home.publisher.bring_up(target(home.engines[1], home.faults), P1)
-        assert home.journal.of("kill") == [1]
-        assert home.publisher.published == P1
-        assert not home.publisher.is_halted
-        assert home.serves(home.engines[0], P1)
-
-    anyio.run(main)
-
-
-@pytest.mark.parametrize("stage", ["pause", "update_from_disk", "checksums", "set_policy"])
-def test_a_failed_mend_ends_that_engine_and_halts_nothing(house, stage):
-    async def main():
-        home = house(2)
-        await home.publish(P1)
-        home.faults.plan[1, stage] = "refuse"
-        with pytest.raises(PublicationFailed):
-            await home.publisher.mend(target(home.engines[1], home.faults), P1)
-        assert home.journal.of("kill") == [1]
-        assert home.publisher.published == P1
-        assert not home.publisher.is_halted
-        assert home.serves(home.engines[0], P1)
-        with pytest.raises(PublicationFailed, match="published is"):
-            await home.publisher.mend(target(home.engines[0]), P2)
-
-    anyio.run(main)
-
-
-def test_bring_up_is_refused_before_anything_is_published_and_while_halted(house):
-    async def main():
-        home = house(1)
-        with pytest.raises(PublicationFailed, match="published is None"):
-            await home.publisher.bring_up(target(home.engines[0]), P1)
-        home.faults.plan[0, "checksums"] = "refuse"
-        with pytest.raises(PublicationFailed):
-            await home.publish(P1)
-        with pytest.raises(PublicationFailed, match="waits for its retry"):
-            await home.publisher.bring_up(target(home.engines[0]), P1)
-
-    anyio.run(main)
-
-
-def test_bring_up_never_goes_back_to_an_older_policy(house):
-    async def main():
-        home = house(1)
-        await home.publish(P1)
-        with pytest.raises(PublicationFailed, match=r"asks for e1\.u2; published is e1\.u1"):
-            await home.publisher.bring_up(target(home.engines[0]), P2)
-        assert home.journal.of("kill") == []
 
     anyio.run(main)
 

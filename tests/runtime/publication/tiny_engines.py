@@ -22,7 +22,8 @@ from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
 from runtime.publication.protocol import ONLY_SHA256, Target
 from runtime.publication.safetensors_file import spec_of
-from runtime.publication.snapshot import WrittenSnapshot, write_snapshot
+from runtime.publication.snapshot import write_snapshot
+from runtime.publication.told import WrittenSnapshot
 
 INFO = EngineInfo(
     version="tiny",

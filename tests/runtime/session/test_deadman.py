@@ -21,12 +21,20 @@ from runtime.session.deadman import EXIT_GUARD_GONE, Switch
 WATCHER = """
 import subprocess, sys, time
 from runtime.session import deadman
+
+def start_child():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sys.stdout.write(f"{child.pid}\\n")
+    sys.stdout.flush()
+
+if sys.argv[2:] == ["before"]:
+    start_child()
 deadman.watch(sys.argv[1])
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-sys.stdout.write(f"{child.pid}\\n")
-sys.stdout.flush()
+if sys.argv[2:] == ["watched"]:
+    start_child()
 time.sleep(600)
 """
+"""A child is started before the watch, or when the watch is on; or there is none."""
 
 
 @pytest.fixture
@@ -62,16 +70,20 @@ def announce(attempt: AttemptDir, switch: Switch, **changes: object) -> GuardFil
     return guard
 
 
-def start(attempt: AttemptDir, **env: str) -> tuple[subprocess.Popen[str], int]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WATCHER, str(attempt.path)],
+def start(attempt: AttemptDir, *child: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCHER, str(attempt.path), *child],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd()), **env},
     )
-    line = process.stdout.readline()
-    return process, int(line or 0)
+
+
+def start_with_child(attempt: AttemptDir, when: str) -> tuple[subprocess.Popen[str], int]:
+    """Whoever may leave at any moment must not fork then: that child would be nobody's."""
+    process = start(attempt, when)
+    return process, int(process.stdout.readline())
 
 
 def left(process: subprocess.Popen[str], because: str) -> None:
@@ -91,7 +103,7 @@ def gone(pid: int) -> bool:
 
 def test_a_process_leaves_with_its_children_when_the_guard_does(attempt, switch) -> None:
     announce(attempt, switch)
-    process, child = start(attempt)
+    process, child = start_with_child(attempt, "watched")
     assert process.poll() is None
     switch.close()
     left(process, "the guard is gone")
@@ -101,14 +113,14 @@ def test_a_process_leaves_with_its_children_when_the_guard_does(attempt, switch)
 
 def test_a_process_of_an_epoch_that_is_over_leaves_at_once(attempt, switch) -> None:
     announce(attempt, switch)
-    process, _ = start(attempt, MILEPOST_EPOCH="2")
+    process = start(attempt, MILEPOST_EPOCH="2")
     left(process, "epoch 2 is over, the guard is at 3")
 
 
 def test_a_process_that_starts_after_its_guard_died_leaves_at_once(attempt, switch) -> None:
     announce(attempt, switch)
     switch.close()
-    process, _ = start(attempt)
+    process = start(attempt)
     left(process, "the guard's switch is gone")
 
 
@@ -117,7 +129,7 @@ def test_a_process_whose_guard_was_killed_before_it_looked_leaves(attempt, switc
     fifo = attempt.path / "fifo"
     os.mkfifo(fifo)
     announce(attempt, switch, fifo=str(fifo))
-    process, _ = start(attempt)
+    process = start(attempt)
     left(process, "the guard is gone")
 
 
@@ -126,7 +138,7 @@ def test_a_lease_that_is_not_refreshed_ends_the_process(attempt, switch, host) -
     """The guard is frozen, or on another host: its switch says nothing, its lease does."""
     elsewhere = {"host": host, "fifo": "/nonexistent/fifo"} if host else {}
     announce(attempt, switch, lease_s=0.6, **elsewhere)
-    process, child = start(attempt)
+    process, child = start_with_child(attempt, "before")
     left(process, "the lease is lost: the last successful refresh is")
     assert gone(child)
 

@@ -11,6 +11,7 @@ import anyio.from_thread
 import pytest
 
 from runtime.errors import Interrupted
+from runtime.session import nodes
 from runtime.session.nodes import Node, Nodes
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +25,8 @@ def known(*alive: bool) -> Sequence[Mapping[str, Any]]:
     ]
 
 
-async def test_a_lost_node_cancels_the_work_and_is_named() -> None:
+async def test_a_lost_node_cancels_the_work_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_POLL_S", 0.0)
     answers = [known(True, True), known(True, False)]
     with pytest.raises(ExceptionGroup) as caught:
         async with anyio.create_task_group() as tasks, NODES.watched(tasks, lambda: answers.pop(0)):

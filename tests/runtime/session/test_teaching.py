@@ -27,6 +27,7 @@ from runtime.engines.scoring_client import HttpScoringClient
 from runtime.errors import ConfigError, ContractViolation, ServiceUnavailable
 from runtime.policy import PolicyId
 from runtime.rollout.teacher import ServedTeacher
+from runtime.session import teaching
 from runtime.session.teaching import PROBE, Student, check_servers, open_teacher, pieces, token_of
 from tests.contracts.tiny_models import SHAPE, VOCAB, byte_tokenizer, save_model, tiny_qwen3
 
@@ -45,6 +46,11 @@ SAMPLE = Sample(
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teaching, "_POLL_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +241,10 @@ async def test_a_gateway_without_its_server_is_waited_for_at_the_start(folder: P
 
 async def test_a_gateway_whose_server_stays_away_is_a_service_that_may_come(folder: Path):
     gateway = Gateway("http://127.0.0.1:1")
-    gateway.answers = [(503, "text/html", HTML)] * 100
+    gateway.answers = [(503, "text/html", HTML)] * 1000
     async with gateway.listening() as url, HttpScoringClient(url, vocab_size=VOCAB) as client:
-        with pytest.raises(ServiceUnavailable, match="did not answer within 2 s"):
-            await check_servers([client], student(folder), deadline_s=2.0)
+        with pytest.raises(ServiceUnavailable, match=r"did not answer within 0\.5 s"):
+            await check_servers([client], student(folder), deadline_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from runtime.trainer.actor import Placement
 from runtime.trainer.group import TrainerGroup
 from runtime.trainer.handle import TrainerHandle
 from runtime.trainer.local import LocalGroup
+from runtime.trainer.operations import Operation
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.rank import Operation, RankServer
+from runtime.trainer.rank import RankServer
 from runtime.trainer.settings import OptimizerSettings, TrainerSettings
 
 MakeBatch = Callable[..., TrainBatch]

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import requests
+
+from tests.http_thread import answer_in_thread
 
 USER, PASSWORD = "carol", "correct horse"
 SERVER = "docker-registry"
@@ -178,7 +179,7 @@ def token_server(folder: Path, registry: Registry) -> ThreadingHTTPServer:
             del format, args
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Tokens)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    answer_in_thread(server)
     return server
 
 
