@@ -178,25 +178,6 @@ def job(tmp_path: Path, made: Path) -> Job:
     return Job(tmp_path, made)
 
 
-def test_a_commit_without_a_snapshot_is_exported_evaluated_and_never_again(job: Job) -> None:
-    (job.folder / "crash").write_text(job.answers[3])
-    job.ask()
-    metrics = job.run(0)
-    assert metrics["num_prompts"] == PROMPTS - 1
-    assert metrics["num_missing"] == 1
-    assert sorted(job.items()) == list(range(PROMPTS))
-    receipt = derive(job.evaluation, stands=True)
-    assert receipt is not None
-    assert receipt.state == "succeeded"
-    exported = read_receipt(job.root.snapshots / str(POLICY))
-    assert exported is not None
-    assert exported.source == "commit"
-    before = (job.evaluation / "items.jsonl").read_bytes()
-    assert job.run(1) == metrics
-    assert (job.evaluation / "items.jsonl").read_bytes() == before
-    assert len(list((job.evaluation / "tries").iterdir())) == 1
-
-
 def test_after_kills_of_the_job_and_of_its_engine_no_item_is_repeated(job: Job) -> None:
     job.ask(job.snapshot())
     (job.folder / "slow").touch()
@@ -295,6 +276,8 @@ STAGES = [
 def test_a_try_that_is_killed_at_any_stage_is_followed_by_one_that_goes_on(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a commit without a snapshot, which the tries export, with a prompt that has no verdict."""
+    (job.folder / "crash").write_text(job.answers[3])
     job.ask()
     jobs = Jobs()
     for stage in [*STAGES, None]:
@@ -319,8 +302,24 @@ def test_a_try_that_is_killed_at_any_stage_is_followed_by_one_that_goes_on(
     assert receipt.state == "succeeded"
     assert sorted(job.items()) == list(range(PROMPTS))  # each once
     assert [path.name for path in job.root.snapshots.iterdir()] == [str(POLICY)]
+    exported = read_receipt(job.root.snapshots / str(POLICY))
+    assert exported is not None
+    assert exported.source == "commit"
     (row,) = submit_due(job.root, jobs, Rules(by="test", force=True), clock=SystemClock())
     assert row.verdict == "done"
+    assert_never_evaluated_again(job, tries=len(STAGES) + 1)
+
+
+def assert_never_evaluated_again(job: Job, *, tries: int) -> None:
+    before = (job.evaluation / "items.jsonl").read_bytes()
+    metrics = job.run(tries)
+    assert (metrics["num_prompts"], metrics["num_missing"]) == (PROMPTS - 1, 1)
+    receipt = derive(job.evaluation, stands=True)
+    assert receipt is not None
+    (result,) = [t.result for t in receipt.tries if t.result is not None and t.result.metrics]
+    assert result.metrics == metrics
+    assert (job.evaluation / "items.jsonl").read_bytes() == before
+    assert len(list((job.evaluation / "tries").iterdir())) == tries
 
 
 def is_killed(order: JobOrder) -> bool:

@@ -12,6 +12,7 @@ from runtime.rundir.attempt import AttemptFile
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.records import EndRecord, Record
+from tests.runtime.session.written_run import Run
 
 DUMMY = Path(__file__).with_name("dummy_session.py")
 LEASE_S = 1.2
@@ -22,6 +23,12 @@ def root(tmp_path: Path) -> RunRoot:
     root = RunRoot.of(tmp_path / "run")
     root.create()
     return root
+
+
+@pytest.fixture
+def run(root: RunRoot) -> Run:
+    """A run directory to be written by hand."""
+    return Run(root)
 
 
 @pytest.fixture

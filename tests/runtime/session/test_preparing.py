@@ -119,8 +119,8 @@ def test_the_process_itself_leaves_a_receipt_or_its_last_words(
 
     monkeypatch.setattr(preparing.anyio, "run_process", run_process)
     assert order.prepare().num_prompts == 2
-    order.write(order.train, ROWS[:1])
-    with pytest.raises(ConfigError, match=r"train\.jsonl"):
+    order.model = order.folder  # found out before a tokenizer is loaded
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
         order.prepare(2)
 
 

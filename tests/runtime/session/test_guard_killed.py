@@ -1,0 +1,167 @@
+"""Guards and sessions that are killed, frozen or overtaken: what no kill can make them write."""
+
+import os
+import signal
+
+import psutil
+
+from runtime.rundir import atomic, enter, history, workflow
+from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile
+from runtime.rundir.control import Control
+from runtime.rundir.layout import RunRoot
+from runtime.rundir.processes import HostBoot
+from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
+from runtime.session.guard import EXIT_ENDED
+from tests.runtime.session.guards import (
+    QUICK_SESSION,
+    Guard,
+    check_history,
+    killed_guard,
+    session_pid,
+    snapshot,
+    start_guard,
+    wait_for,
+)
+
+
+def test_a_killed_guard_takes_the_session_with_it(attempt, records, root: RunRoot) -> None:
+    folder = attempt(hang_at=1, spawn=True)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    session = psutil.Process(session_pid(folder))
+    child = psutil.Process(int((folder.path / "child.pid").read_text()))
+    guard.kill()
+    guard.wait(10)
+    _, alive = psutil.wait_procs([session, child], timeout=10)
+    assert not alive
+    assert "leaves with its children: the guard is gone" in folder.session_log.read_text()
+    assert history.current_end(records()) is None
+    assert Guard(attempt(2)).run() == EXIT_ENDED
+    assert "vanished" in history.newest_epoch(records()).reason
+    check_history(root, records())
+
+
+def test_a_frozen_session_of_a_dead_guard_is_reaped(attempt, records) -> None:
+    folder = attempt(hang_at=1)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    session = psutil.Process(session_pid(folder))
+    session.suspend()
+    guard.kill()
+    guard.wait(10)
+    assert session.is_running()
+    assert Guard(attempt(2)).run() == EXIT_ENDED
+    assert enter.started(session.pid) is None
+
+
+def test_a_second_guard_is_told_who_owns_the_run(attempt, records, root: RunRoot) -> None:
+    folder = attempt(hang_at=1)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    second = attempt(2)
+    assert start_guard(second).wait(20) == EXIT_NOT_OWNER
+    said = second.guard_log.read_text()
+    for part in ("another process owns this run", f"pid {guard.pid}", "attempt 1, epoch 1"):
+        assert part in said
+    assert "delete" not in said
+    assert len([r for r in records() if isinstance(r, EpochRecord)]) == 1
+    guard.terminate()
+    assert guard.wait(20) == EXIT_ENDED
+
+
+def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: RunRoot) -> None:
+    """SIGSTOP of guard and session past the lease, takeover from "another host", SIGCONT."""
+    folder = attempt(updates=4, hang_at=2)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    session = psutil.Process(session_pid(folder))
+    session.suspend()
+    os.kill(guard.pid, signal.SIGSTOP)
+    elsewhere = HostBoot("another-host", "another-boot")
+    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_ENDED
+    assert session.is_running()
+    after = snapshot(root)
+    session.resume()
+    os.kill(guard.pid, signal.SIGCONT)
+    assert guard.wait(20) == EXIT_NOT_OWNER
+    wait_for(lambda: enter.started(session.pid) is None, "the old session to leave")
+    assert snapshot(root) == after
+    assert history.is_complete(records())
+    check_history(root, records())
+
+
+def test_an_old_session_alone_that_wakes_up_cannot_commit(attempt, records, root) -> None:
+    """The session is frozen and its guard killed; it wakes after the run went on without it."""
+    folder = attempt(updates=4, hang_at=2)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    session = psutil.Process(session_pid(folder))
+    session.suspend()
+    guard.kill()
+    guard.wait(10)
+    elsewhere = HostBoot("another-host", "another-boot")
+    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_ENDED
+    after = snapshot(root)
+    # Its way on is open: the stop file would let the dummy's loop end and write its last words.
+    session.send_signal(signal.SIGTERM)
+    session.resume()
+    wait_for(lambda: enter.started(session.pid) is None, "the old session to leave")
+    assert snapshot(root) == after
+
+
+def test_a_lost_lease_ends_the_session_and_writes_nothing(attempt, records, root) -> None:
+    folder = attempt(hang_at=1)
+    guard = start_guard(folder)
+    wait_for((folder.path / "hanging").exists, "the session to hang")
+    before = records()
+    root.lease.unlink()
+    assert guard.wait(20) == EXIT_NOT_OWNER
+    assert records() == before
+    assert "ownership lost" in folder.guard_log.read_text()
+
+
+def test_kill_at_every_write_of_the_session(attempt, records, root: RunRoot) -> None:
+    """One run, taken up again and again; epoch k's session is killed before its k-th operation."""
+    number = 0
+    while not history.is_complete(records()):
+        assert number < 45
+        number += 1
+        Guard(attempt(number, updates=6, every=2, kill_at=number - 1)).run()
+        check_history(root, records())
+    # A session that was killed later made more operations than it took to complete the run.
+    assert number > 12
+    commits = [r for r in records() if isinstance(r, CommitRecord)]
+    assert [c.update for c in commits] == [0, 2, 4, 6]
+
+
+def test_kill_at_every_write_of_the_guard(attempt, records, root: RunRoot) -> None:
+    number = kills = 0
+    while True:
+        number += 1
+        assert number < 60
+        folder = attempt(number)
+        spec = AttemptFile.read(folder).model_copy(update={"session": QUICK_SESSION})
+        atomic.write_bytes(folder.attempt, spec.encode())
+        status = killed_guard(folder, operations=number - 1)
+        ends = [r for r in records() if isinstance(r, EndRecord)]
+        assert len(ends) <= 1
+        if status == EXIT_ENDED:
+            break
+        assert status == -signal.SIGKILL
+        kills += 1
+    assert kills >= 15
+    assert history.is_complete(records())
+    assert workflow.read(root).state == "complete"
+
+
+def test_a_session_that_finds_its_commit_damaged_begins_a_further_epoch(
+    attempt, records, root: RunRoot
+) -> None:
+    Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
+    Guard(attempt(updates=9, hang_at=3)).run()
+    assert history.committed_update(records()) == 3
+    assert Guard(attempt(2, updates=5, distrusts=[3])).run() == EXIT_ENDED
+    epochs = [(r.epoch, r.attempt, r.restored) for r in records() if r.kind == "epoch"]
+    assert epochs == [(1, 1, None), (2, 2, "e1.u3"), (3, 2, "e1.u2")]
+    assert records()[-1].epoch == workflow.read(root).epoch == 3
+    check_history(root, records())
