@@ -183,7 +183,7 @@ def test_a_final_evaluation_that_is_killed_twice_is_brought_home_by_the_schedule
         assert again.started is not None
         lane.shoot(f"evaluation-try-{index}", f"runs/flow-run/{again.started.flow_run}")
     lane.shoot("flow-runs", "runs")
-    lane.shoot("table", f"artifacts/artifact/{newest_table(lane)['id']}")
+    lane.shoot("table", f"artifacts/artifact/{newest_table(lane)['latest_id']}")
     lane.shoot("deployment", f"deployments/deployment/{deployment}")
 
 
