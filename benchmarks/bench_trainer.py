@@ -38,7 +38,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.trainer_timeline import timeline
-from benchmarks.trainer_variants import COPIED, Variants, gap, in_turn
+from benchmarks.trainer_variants import Variants, gap, in_turn
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch
 from runtime.trainer.settings import LossSettings, TrainerSettings
 from runtime.trainer.torch.backend import TorchTrainer
@@ -266,14 +266,19 @@ class Bench:
             "timeline": {},
         }
         print(json.dumps(found), flush=True)  # as it comes: a later part may not
-        looked_at = {"score": ways.score, "score, copied": scoring[COPIED], "step": step}
+        if self.device == "cuda":
+            from benchmarks import stats_variants
+
+            found["row_stats"] = _tried(stats_variants.rates)
+            print(json.dumps({"row_stats": repr(found["row_stats"])}), flush=True)
+        looked_at = {"score": ways.score, "step": step}
         for name, call in looked_at.items():
             made = _tried(partial(timeline, call, group_of))
             found["timeline"][name] = made if isinstance(made, dict) else {"error": repr(made)}
             print(json.dumps({f"timeline {name}": found["timeline"][name]}), flush=True)
         turns = {
-            "score": (scoring, flop, 40.0),
-            "step": (ways.stepping(), 3 * flop, 25.0),
+            "score": (scoring, flop, 16.0),
+            "step": (ways.stepping(), 3 * flop, 20.0),
             "device": ({"recorded graph": ways.replay}, flop, 5.0),  # last: may spoil the rest
         }
         for kind, (calls, cost, budget_s) in turns.items():
@@ -431,6 +436,8 @@ def _show_variants(case: dict[str, Any]) -> list[str]:
         for name, row in case[kind].items():
             away = case["gap_to_now"].get(name) if kind == "score" else None
             lines.append(f"{kind:>7} {name:<26} {row} gap {away}")
+    if isinstance(shapes := case.get("row_stats"), dict):
+        lines += [f"row stats {name:<28} {row}" for name, row in shapes.items()]
     for name, line in case["timeline"].items():
         short = {k: v for k, v in line.items() if k not in ("kernels", "gaps")}
         lines.append(f"timeline {name}: {short}")

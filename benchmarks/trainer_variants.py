@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,15 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.trainer.packing import Bin
 from runtime.trainer.protocol import Sequence
-from runtime.trainer.torch import projections
 from runtime.trainer.torch.backend import TorchTrainer
-from runtime.trainer.torch.head import chunked_logprobs
-from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.update import Machinery
-
-COPIED = "weights and values copied"
 
 Call = Callable[[], object]
 Timed = Callable[[Call, int], list[float]]
@@ -58,59 +51,28 @@ class Variants:
         """By name; the first is what all others are compared with."""
         return {
             "now": self.score,
-            COPIED: self._with(weights=False, values=False),
-            "values copied": self._with(weights=True, values=False),
-            "chunk 2048": self._in_chunks(2048),
-            "chunk 8192": self._in_chunks(8192),
-            "cublaslt": self._by_cublaslt(self.score),
-            "two streams": self._on_two_streams,
-            "two rows": self._in_two_rows,
+            "transformers' own forward": self._by_transformers(self.score),
             "rotation, 2 warps": self._with_warps(2, self.score),
-            "rotation, 8 warps": self._with_warps(8, self.score),
         }
 
     def stepping(self) -> dict[str, Call]:
         """The same for a whole step."""
         return {
             "now": self._step,
-            "cublaslt": self._by_cublaslt(self._step),
+            "transformers' own forward": self._by_transformers(self._step),
             "rotation, 2 warps": self._with_warps(2, self._step),
-            "rotation, 8 warps": self._with_warps(8, self._step),
         }
 
-    def _with(self, *, weights: bool, values: bool) -> Call:
+    def _by_transformers(self, action: Call) -> Call:
+        """Layers called by the model's class, with masks and rotations made in every pass."""
+
         def call() -> object:
-            before = projections.WEIGHTS_STAY, projections.VALUES_STAY
-            projections.WEIGHTS_STAY, projections.VALUES_STAY = weights, values
-            try:
-                return self.score()
-            finally:
-                projections.WEIGHTS_STAY, projections.VALUES_STAY = before
-
-        return call
-
-    def _in_chunks(self, rows: int) -> Call:
-        def call() -> object:
-            scorer = self.machinery.weights.scorer
-            before = scorer._chunk  # pyright: ignore[reportPrivateUsage]
-            scorer._chunk = rows  # pyright: ignore[reportPrivateUsage]
-            try:
-                return self.score()
-            finally:
-                scorer._chunk = before  # pyright: ignore[reportPrivateUsage]
-
-        return call
-
-    def _by_cublaslt(self, action: Call) -> Call:
-        def call() -> object:
-            if not self._has_gpu:
-                return action()
-            before = torch.backends.cuda.preferred_blas_library()
-            torch.backends.cuda.preferred_blas_library("cublaslt")
+            decoder = self.machinery.weights.scorer.decoder
+            decoder.walks = False
             try:
                 return action()
             finally:
-                torch.backends.cuda.preferred_blas_library(before)
+                decoder.walks = True
 
         return call
 
@@ -131,58 +93,6 @@ class Variants:
 
         return call
 
-    def _rows(self, bins: list[Bin]) -> list[PackedRow]:
-        everyone = range(len(self.sequences))
-        packed = self.machinery.packer.packed(bins, self.sequences, everyone)
-        return [row for row, _ in packed]
-
-    def _halves(self) -> list[PackedRow]:
-        (units,) = self.machinery.packer.bins(self.sequences, range(len(self.sequences)))
-        half = len(units) // 2
-        return self._rows([units[:half], units[half:]])
-
-    @torch.no_grad()
-    def _in_two_rows(self) -> list[NDArray[np.float32]]:
-        """Half the rows at a time, one stream: what the shorter products cost by themselves."""
-        scorer = self.machinery.weights.scorer
-        with _one_graph_a_shape():
-            found = [scorer(row)[0] for row in self._halves()]
-        return [logprob.cpu().numpy() for logprob in found]
-
-    @torch.no_grad()
-    def _on_two_streams(self) -> list[NDArray[np.float32]]:
-        """Two halves, layer by layer in turn: one waits for memory while the other multiplies."""
-        scorer: Any = self.machinery.weights.scorer
-        base = scorer.causal_lm.base_model
-        weight = scorer.causal_lm.get_output_embeddings().weight
-        rows = self._halves()
-        lanes = [_Lane(self._has_gpu) for _ in rows]
-        hidden: list[Any] = []
-        rotations: list[Any] = []
-        found: list[torch.Tensor] = []
-        for lane, row in zip(lanes, rows, strict=True):
-            with lane.enter():
-                hidden.append(base.embed_tokens(row.token_T[None]))
-                rotations.append(base.rotary_emb(hidden[-1], row.position_T[None]))
-        with _one_graph_a_shape():
-            for layer in base.layers:
-                for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
-                    with lane.enter():
-                        hidden[i] = layer(
-                            hidden[i], attention_mask=None, position_ids=row.position_T[None],
-                            use_cache=False, position_embeddings=rotations[i], packed=row,
-                        )  # fmt: skip
-            for i, (lane, row) in enumerate(zip(lanes, rows, strict=True)):
-                with lane.enter():
-                    last = base.norm(hidden[i]).squeeze(0).index_select(0, row.source_R)
-                    logprob, _, _ = chunked_logprobs(
-                        last, weight, row.target_R, temperature=1.0, chunk=4096, with_entropy=False
-                    )
-                    found.append(logprob)
-        for lane in lanes:
-            lane.leave()
-        return [logprob.cpu().numpy() for logprob in found]
-
     @torch.no_grad()
     def replay(self) -> object:
         """The model's pass as one recorded graph: no host, no packing, results left on the GPU."""
@@ -190,9 +100,8 @@ class Variants:
             return None
         if self._graph is None:
             scorer = self.machinery.weights.scorer
-            (row,) = self._rows(
-                self.machinery.packer.bins(self.sequences, range(len(self.sequences)))
-            )
+            rows = self.machinery.packer.rows(self.sequences, range(len(self.sequences)))
+            ((row, _),) = rows
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
@@ -209,35 +118,6 @@ class Variants:
     def drop_graph(self) -> None:
         """Free what the recorded graph holds."""
         self._graph = self._graph_out = self._graph_row = None
-
-
-def _one_graph_a_shape() -> AbstractContextManager[None]:
-    """Rows of another length get a graph of their own, as good as that of the first length."""
-    config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
-    return config.patch(automatic_dynamic_shapes=False)
-
-
-class _Lane:
-    """A stream of its own, which begins after what is ordered already."""
-
-    def __init__(self, has_gpu: bool) -> None:
-        self._stream = torch.cuda.Stream() if has_gpu else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-
-    @contextmanager
-    def enter(self) -> Generator[None]:
-        """Order what follows there."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def leave(self) -> None:
-        """Let the current stream wait for it."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 def in_turn(

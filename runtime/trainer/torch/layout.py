@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class PackedRow:
     """Token of the row at each place of each sequence, prompt first; unused places point to 0.
 
     Regrouping by it gives right-padded sequences, so a causal mask is all that attention needs.
-    Ragged rows have no use for it: [0, L], for the sake of L."""
+    Others have no use for it but its shape: [S, L] of nothing where rectangular, [0, L] ragged."""
     slot_T: Tensor
     """Flat place (s * L + column) of each token's attention output; [0] unless "padded"."""
     key_K: Tensor
@@ -208,7 +208,7 @@ def _finish(
         "key_ends_S1": np.concatenate([[0], np.cumsum(fed_S)]) if is_ragged else none,
     }
     tensors, part = _shared(long, device, context)
-    tensors |= _together(short, np.dtype(np.int32), device)
+    tensors |= _together(short, torch.int32, device)
     return PackedRow(shape=shape, members=members, part=part, **tensors)
 
 
@@ -223,24 +223,23 @@ def _rectangle(
 ) -> PackedRow:
     """A row that *is* its sequences: all equally long, nothing shared. Most of it is counting."""
     count, none = len(members), np.zeros(0)
-    row_SL = np.arange(count * longest).reshape(count, longest)
     column_L = np.arange(longest)
-    predicts_SL = column_L[None, :] >= prompt_S[:, None] - 1
     long = {
         "token_T": token_T,
         "position_T": np.tile(column_L, count),
-        "row_SL": row_SL,
         "slot_T": none,
         "key_K": none,
-        "source_R": row_SL[predicts_SL],
+        "source_R": np.flatnonzero(column_L[None, :] >= prompt_S[:, None] - 1),
         "target_R": target_R,
         "seq_R": np.repeat(np.arange(count), longest + 1 - prompt_S),
     }
     tensors, part = _shared(long, device, context)
-    ends = to_device(np.zeros(0, np.int32), device)
+    nothing = tensors["slot_T"]
+    ends = nothing.to(torch.int32)
     return PackedRow(
         shape="rectangular",
         members=members,
+        row_SL=nothing.new_empty(1).expand(count, longest),
         query_ends_S1=ends,
         key_ends_S1=ends,
         part=part,
@@ -253,20 +252,24 @@ def _shared(
 ) -> tuple[dict[str, Tensor], Part | None]:
     """A row's int64 tensors on ``device``, and this rank's part of it."""
     if context is None:
-        return _together(row, np.dtype(np.int64), device), None
+        return _together(row, torch.int64, device), None
     divided, sizes = context.divide(row)
-    tensors = _together(divided, np.dtype(np.int64), device)
+    tensors = _together(divided, torch.int64, device)
     place_N = tensors.pop("place_N")
     part = Part(rank=context.rank, group=context.name, sizes=sizes, place_N=place_N)
     return tensors, part
 
 
 def _together(
-    arrays: dict[str, np.ndarray], dtype: np.dtype[Any], device: torch.device
+    arrays: dict[str, np.ndarray], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Tensors of one dtype on ``device``, sent as one."""
-    whole = np.concatenate([array.ravel() for array in arrays.values()]).astype(dtype, copy=False)
-    parts = to_device(whole, device).split([array.size for array in arrays.values()])
+    """Tensors of one dtype on ``device``, sent as one, from where they are put together."""
+    sizes = [array.size for array in arrays.values()]
+    on_gpu = device.type == "cuda" and sum(sizes) > 0
+    whole = torch.empty(sum(sizes), dtype=dtype, pin_memory=on_gpu)
+    flat = [array.ravel() for array in arrays.values()]
+    np.concatenate(flat, out=whole.numpy(), casting="unsafe")
+    parts = whole.to(device, non_blocking=on_gpu).split(sizes)
     return {
         name: part.view(array.shape)
         for (name, array), part in zip(arrays.items(), parts, strict=True)

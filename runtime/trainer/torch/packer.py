@@ -103,16 +103,19 @@ def score(
     offset_S: NDArray[np.int64],
 ) -> Tensor:
     """Log-probs of all response tokens: float32 [R] on the CPU, whole on every rank. Collective."""
-    flat_R = torch.zeros(int(offset_S[-1]))
-    # Kept on the device until all rows run: the host packs a row while the one before it runs.
-    scored: list[tuple[Tensor, Tensor]] = []
+    # Not waited for until all rows run: the host packs a row while the one before it runs.
+    scored: list[tuple[PackedRow, Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_N, _, _ = scorer(row)
         if counts and packer.ranks.speaks:
-            scored.append((torch.from_numpy(flat_places(row, offset_S)), logprob_N))
-    for at, logprob_N in scored:
-        flat_R[at] = logprob_N.cpu()
-    return packer.ranks.add_up_on_cpu(flat_R)
+            scored.append((row, logprob_N.to("cpu", non_blocking=True)))
+    places = [flat_places(row, offset_S) for row, _ in scored]
+    flat_R = np.zeros(int(offset_S[-1]), np.float32)
+    if packer.ranks.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    for at, (_, logprob_N) in zip(places, scored, strict=True):
+        flat_R[at] = logprob_N.numpy()
+    return packer.ranks.add_up_on_cpu(torch.from_numpy(flat_R))
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ TFLOP/s on one H200, 16384 rows of 1024). What follows reads the joint tensor in
 (``rotary``, ``gate``): a compiler splits it and joins the gradients again, at a greater cost than
 the product gains.
 
-A pass without a gradient saves two copies: weights that lie one after another are read as the one
-they are (``join_weights``), and values stay in the joint tensor.
+A pass without a gradient saves that copy: weights that lie one after another are read as the one
+they are (``join_weights``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ from runtime.trainer.torch.attention import packed_attention
 from runtime.trainer.torch.gate import gated
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.long import ALIGNMENT
-from runtime.trainer.torch.rotary import rotate_qk, rotate_qkv, values
+from runtime.trainer.torch.rotary import rotate_qkv
 
 # Legend: T tokens of the row, H heads, K key/value heads, E head size, W = (H + 2 K) E.
-
-VALUES_STAY = True
-"""Attention reads values out of the joint tensor where no gradient is wanted."""
-WEIGHTS_STAY = True
-"""Products read weights that are neighbours as one, where no gradient is wanted."""
 
 _MLP = frozenset({"LlamaMLP", "Qwen2MLP", "Qwen3MLP"})
 _ATTENTION = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"})
@@ -78,21 +73,15 @@ def _attention(
     joint_TW = linear(hidden_states.squeeze(0), _weight(self, layers), bias)
     cos_1TE, sin_1TE = position_embeddings
     norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None
-    num_queries = self.q_proj.out_features // self.head_dim
-    rest = (
+    query_THE, key_TKE, value_TKE = rotate_qkv(
         joint_TW,
         None if norms is None else norms[0].weight,
         None if norms is None else norms[1].weight,
         cos_1TE.squeeze(0),
         sin_1TE.squeeze(0),
-        num_queries,
+        self.q_proj.out_features // self.head_dim,
         0.0 if norms is None else norms[0].variance_epsilon,
     )
-    if VALUES_STAY and not torch.is_grad_enabled():
-        query_THE, key_TKE = rotate_qk(*rest)
-        value_TKE = values(joint_TW, self.head_dim, num_queries)
-    else:
-        query_THE, key_TKE, value_TKE = rotate_qkv(*rest)
     out_1THE, _weights = packed_attention(
         self,
         query_THE[None].transpose(1, 2),
@@ -165,7 +154,7 @@ def _are_neighbours(weights: Sequence[Tensor]) -> bool:
 
 def _weight(block: Any, layers: Sequence[nn.Linear]) -> Tensor:
     """The joint weight: as it lies where that is known and no gradient is wanted."""
-    if WEIGHTS_STAY and block.joint_weight is not None and not torch.is_grad_enabled():
+    if block.joint_weight is not None and not torch.is_grad_enabled():
         return block.joint_weight
     return torch.cat([layer.weight for layer in layers])
 

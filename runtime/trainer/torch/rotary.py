@@ -53,39 +53,6 @@ def rotate_qkv(
     return _plain(joint_TW, query_norm_E, key_norm_E, cos_TE, sin_TE, num_queries, eps)
 
 
-@torch.library.custom_op("milepost::rotate_qk", mutates_args=())
-def rotate_qk(
-    joint_TW: Tensor,
-    query_norm_E: Tensor | None,
-    key_norm_E: Tensor | None,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    num_queries: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """``rotate_qkv`` without the copy of the values, which are to be read where they lie.
-
-    A quarter of its traffic less for two query heads per key. Not for passes with a gradient: that
-    of a part of ``joint_TW`` is as large as the whole.
-    """
-    if joint_TW.is_cuda:
-        from runtime.trainer.torch import rotary_kernels
-
-        query, key, _ = rotary_kernels.rotate_qkv(
-            joint_TW.contiguous(), query_norm_E, key_norm_E, cos_TE.contiguous(),
-            sin_TE.contiguous(), num_queries, eps, copies_values=False,
-        )  # fmt: skip
-        return query, key
-    query, key, _ = _plain(joint_TW, query_norm_E, key_norm_E, cos_TE, sin_TE, num_queries, eps)
-    return query, key
-
-
-def values(joint_TW: Tensor, head_size: int, num_queries: int) -> Tensor:
-    """The values of a joint tensor, [T, K, E], where they lie."""
-    heads_THE = joint_TW.unflatten(-1, (-1, head_size))
-    return heads_THE[:, (heads_THE.shape[1] + num_queries) // 2 :]
-
-
 @torch.library.custom_op("milepost::rotate_qkv_backward", mutates_args=())
 def _rotate_qkv_backward(
     grad_query_THE: Tensor,
@@ -192,22 +159,6 @@ def _(
     sizes = (num_queries, num_keys, num_keys)
     query, key, value = (joint_TW.new_empty(tokens, n, size) for n in sizes)
     return query, key, value
-
-
-@rotate_qk.register_fake
-def _(
-    joint_TW: Tensor,
-    query_norm_E: Tensor | None,
-    key_norm_E: Tensor | None,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    num_queries: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    tokens, size = cos_TE.shape
-    num_keys = (joint_TW.shape[1] // size - num_queries) // 2
-    query, key = (joint_TW.new_empty(tokens, n, size) for n in (num_queries, num_keys))
-    return query, key
 
 
 @_rotate_qkv_backward.register_fake

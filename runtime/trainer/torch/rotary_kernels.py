@@ -80,7 +80,7 @@ def _copy(source, target, heads, HEADS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _rotate_forward(joint, query, key, value, query_norm, key_norm, cos, sin, num_queries, num_keys,
                     eps, QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-                    HAS_NORM: tl.constexpr, COPIES_VALUES: tl.constexpr):  # fmt: skip
+                    HAS_NORM: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     start = joint + token * (num_queries + 2 * num_keys) * SIZE
     cos += token * SIZE
@@ -92,8 +92,7 @@ def _rotate_forward(joint, query, key, value, query_norm, key_norm, cos, sin, nu
         start += num_queries * SIZE
         _rotate(start, key + token * num_keys * SIZE, key_norm, cos, sin, num_keys, eps, KEYS,
                 SIZE, HAS_NORM)  # fmt: skip
-        if COPIES_VALUES:
-            _copy(start + num_keys * SIZE, value + token * num_keys * SIZE, num_keys, KEYS, SIZE)
+        _copy(start + num_keys * SIZE, value + token * num_keys * SIZE, num_keys, KEYS, SIZE)
 
 
 @triton.jit
@@ -128,24 +127,18 @@ def rotate_qkv(
     sin_TE: Tensor,
     num_queries: int,
     eps: float,
-    *,
-    copies_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``rotary.rotate_qkv``; all contiguous, head size a power of two.
-
-    The third result is empty unless ``copies_values``.
-    """
+    """See ``rotary.rotate_qkv``; all contiguous, head size a power of two."""
     tokens, size = cos_TE.shape
     num_keys = (joint_TW.shape[1] // size - num_queries) // 2
     query, key, value = (
-        joint_TW.new_empty(tokens, n, size)
-        for n in (num_queries, num_keys, num_keys if copies_values else 0)
+        joint_TW.new_empty(tokens, n, size) for n in (num_queries, num_keys, num_keys)
     )
     _rotate_forward[(tokens, 2)](
         joint_TW, query, key, value, query_norm_E, key_norm_E, cos_TE, sin_TE, num_queries,
         num_keys, eps, QUERIES=triton.next_power_of_2(num_queries),
         KEYS=triton.next_power_of_2(num_keys), SIZE=size, HAS_NORM=query_norm_E is not None,
-        COPIES_VALUES=copies_values, num_warps=FORWARD_WARPS,
+        num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return query, key, value
 
@@ -176,5 +169,10 @@ def rotate_qkv_backward(
     )  # fmt: skip
     if query_norm_E is None or key_norm_E is None:
         return target_TW, joint_TW.new_empty(0), joint_TW.new_empty(0)
-    whole = partial.sum(0)
-    return target_TW, whole[0].to(query_norm_E.dtype), whole[1].to(key_norm_E.dtype)
+    by_query_norm, by_key_norm = partial.sum(0)
+    # Copies also in float32: results of an operator may not share memory.
+    return (
+        target_TW,
+        by_query_norm.to(query_norm_E.dtype, copy=True),
+        by_key_norm.to(key_norm_E.dtype, copy=True),
+    )

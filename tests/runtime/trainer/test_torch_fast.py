@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_trained: bool) -> None:
-    """Joint weights and values read where they lie: the very same log-probs, also later."""
+    """Joint weights read where they lie: the very same log-probs, also later."""
     sequences = make_sequences(5)
     bins = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
     row = pack_row(bins, sequences, torch.device("cpu"))
@@ -144,7 +145,7 @@ def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_train
     assert len(joint) == 4  # attention and MLP of two layers
     seen: list[Tensor] = []
     for _ in range(3):
-        wanted, _, _ = scorer(row)  # with a gradient: concatenated and copied
+        wanted, _, _ = scorer(row)  # with a gradient: concatenated
         with torch.no_grad():
             got, _, _ = scorer(row)
             assert torch.equal(got, wanted.detach())
@@ -155,6 +156,53 @@ def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_train
                 for param, master in zip(scorer.parameters(), masters, strict=True):
                     param.copy_(master)
     assert not torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_return_memory_of_their_own(dtype: torch.dtype) -> None:
+    """Torch refuses a result that lies in another one, or in an argument."""
+    every_operator_on("cpu", dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_of_triton_return_memory_of_their_own(dtype: torch.dtype) -> None:
+    for plain, fast in zip(
+        every_operator_on("cpu", dtype), every_operator_on("cuda", dtype), strict=True
+    ):
+        torch.testing.assert_close(fast.cpu(), plain, atol=2e-2, rtol=2e-2)
+
+
+def every_operator_on(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Results of every operator of this package that runs on one device, checked."""
+    made = torch.Generator().manual_seed(4)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made).to(device, dtype)
+
+    joint, cos, sin = some(5, (4 + 4) * 8), some(5, 8), some(5, 8)
+    grads = [some(5, heads, 8) for heads in (4, 2, 2)]
+    gated_joint, gated_grad = some(4, 12), some(4, 6)
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (gate.gated, (gated_joint,)),
+        (gate._gated_backward, (gated_grad, gated_joint)),
+    ]
+    for norms in ([None, None], [some(8), some(8)]):
+        calls += [
+            (rotary.rotate_qkv, (joint, *norms, cos, sin, 4, 1e-6)),
+            (rotary._rotate_qkv_backward, (*grads, joint, *norms, cos, sin, 1e-6)),
+        ]
+    found: list[Tensor] = []
+    for operator, told in calls:
+        torch.library.opcheck(operator, told, test_utils=("test_schema", "test_faketensor"))
+        results = operator(*told)
+        results = [results] if isinstance(results, Tensor) else list(results)
+        own = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+        given = [x.untyped_storage().data_ptr() for x in told if isinstance(x, Tensor)]
+        assert len({*own}) == len(own), operator
+        assert not {*own} & {*given}, operator
+        found += results
+    return found
 
 
 @pytest.mark.parametrize("with_norm", [True, False])
@@ -222,9 +270,10 @@ def test_shapes_are_chosen_by_cost() -> None:
 
 
 @needs_gpu
-def test_kernels_agree_with_plain_forms() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_agree_with_plain_forms(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    cpu = [torch.randn(33, 5003), torch.randint(0, 5003, (33,)), *torch.randn(2, 33)]
+    cpu = [torch.randn(33, 5003).to(dtype), torch.randint(0, 5003, (33,)), *torch.randn(2, 33)]
     from runtime.trainer.torch import head
 
     def run(device: str) -> list[Tensor]:
@@ -234,12 +283,14 @@ def test_kernels_agree_with_plain_forms() -> None:
         return [x.cpu() for x in (logprob, normaliser, entropy, made)]
 
     for got, want in zip(run("cuda"), run("cpu"), strict=True):
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+        within = 2e-5 if got.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(got, want, atol=within, rtol=within)
 
 
 @needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [0.5, 3.0, float("inf"), float("nan")])
-def test_the_adamw_kernel_is_its_plain_form(length: float) -> None:
+def test_the_adamw_kernel_is_its_plain_form(length: float, dtype: torch.dtype) -> None:
     from runtime.trainer.torch import kernels
     from runtime.trainer.torch.adamw import adamw_
 
@@ -249,7 +300,7 @@ def test_the_adamw_kernel_is_its_plain_form(length: float) -> None:
 
     def run(device: str, step: Callable[..., Tensor]) -> list[Tensor]:
         state = [x.clone().to(device) for x in cpu]
-        state[0] = state[0].bfloat16()
+        state[0] = state[0].to(dtype)
         change = step(
             *state, torch.tensor([length], device=device), max_norm=1.0, decay=0.99, step_size=0.1,
             root_correction=1.2, betas=(0.9, 0.99), eps=1e-8,
