@@ -60,7 +60,7 @@ test-sglang: $(STAMP) $(STAMP_SGLANG)
 
 # The same suite and deaths on one CUDA GPU, with a SGLang of its own: some three minutes.
 test-sglang-gpu: $(STAMP)
-	$(BIN)/python -m tests.contracts.on_gpu --python $(SGLANG_GPU_PYTHON) --out sglang-gpu
+	$(BIN)/python -m tests.contracts.on_gpu --python $(SGLANG_GPU_PYTHON) --out runs/sglang-gpu
 
 test-outage: $(STAMP)
 	$(BIN)/python -m pytest -m outage

@@ -53,3 +53,11 @@ def test_every_target_and_module_in_a_document_exists(program: str) -> None:
         else:
             path = ROOT / words[2].replace(".", "/")
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), words
+
+
+def test_what_a_target_writes_lies_where_git_looks_away() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    written = re.findall(r"--out[= ](\S+)", makefile)
+    assert written
+    assert [place for place in written if f"{place.split('/')[0]}/" not in ignored] == []
