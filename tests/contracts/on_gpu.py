@@ -17,6 +17,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,24 +67,42 @@ def start(name: str, out: Path, python: str) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+@contextmanager
+def ending(processes: dict[str, subprocess.Popen[bytes]]) -> Generator[None]:
+    """None of them outlives this, whichever way it is left."""
+    try:
+        yield
+    finally:
+        end(list(processes.values()))
+
+
 def wait(processes: dict[str, subprocess.Popen[bytes]], deadline: float) -> dict[str, str]:
-    """How each ended; an interrupted one writes what it has and ends its servers."""
+    """How each ended, if it did in time."""
     ended: dict[str, str] = {}
     for name, process in processes.items():
         try:
             ended[name] = f"exit {process.wait(max(0.0, deadline - time.monotonic()))}"
         except subprocess.TimeoutExpired:
             ended[name] = "out of time"
-            process.send_signal(signal.SIGINT)
-    gone_by = time.monotonic() + GRACE_S
-    for process in processes.values():
-        try:
-            process.wait(max(0.0, gone_by - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            # Its servers hold one end of a pipe to it, and end with it.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     return ended
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Interrupt them: each writes what it has and ends its servers. Kill what stays."""
+    running = [process for process in processes if process.poll() is None]
+    gone_by = time.monotonic() + GRACE_S
+    try:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, gone_by - time.monotonic()))
+    finally:  # at once, for who does not want to wait for that either
+        for process in running:
+            if process.poll() is None:
+                # Its servers hold one end of a pipe to it, and end with it.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def summary(names: list[str], out: Path, ended: dict[str, str]) -> list[str]:
@@ -110,10 +130,15 @@ def main() -> int:
     began = time.monotonic()
     names: list[str] = arguments.groups.split(",")
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    for name in names:
-        processes[name] = start(name, out, arguments.python)
-        time.sleep(arguments.stagger)
-    ended = wait(processes, began + arguments.seconds)
+    # Whoever ends this from outside ends it like a Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ending(processes):
+        for name in names:
+            processes[name] = start(name, out, arguments.python)
+            time.sleep(arguments.stagger)
+        sys.stdout.write(f"{len(names)} groups run; what they say is in {out}\n")
+        sys.stdout.flush()
+        ended = wait(processes, began + arguments.seconds)
     lines = [*summary(names, out, ended), f"{time.monotonic() - began:.0f} s"]
     (out / "summary.txt").write_text("\n".join(lines) + "\n")
     sys.stdout.write("\n".join(lines) + "\n")  # what the command is for
