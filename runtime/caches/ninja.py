@@ -4,7 +4,8 @@ Ninja goes by times to the nanosecond, and by commands with whole paths in them;
 in another folder. So what was restored is marked with digests of its build file and libraries, and
 a ``ninja`` that comes first on a server's ``PATH`` has nothing to do where they still hold: the
 server has asked for just what was built, by the same versions for the same machine
-(``caches.key``). Any other build file, and any other folder, goes to the real ninja.
+(``caches.key``). Any other build file, any other folder, and whoever asks for more than all that a
+build file makes (a target, a tool, a version), goes to the real ninja.
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ BUILD_FILE = "build.ninja"
 MARK = ".restored"
 _GUARD = f"""\
 #!/bin/sh
-folder=. last=
+folder=. file={BUILD_FILE} value= is_known=1
 for word; do
-  [ "$last" = -C ] && folder=$word
-  last=$word
+  case $value in
+    C) folder=$word value= ; continue ;;
+    f) file=$word value= ; continue ;;
+    other) value= ; continue ;;
+  esac
+  case $word in
+    -C) value=C ;;
+    -f) value=f ;;
+    -[jkl]) value=other ;;
+    -[jkl][0-9]* | -v | --verbose | --quiet) ;;
+    *) is_known= ;;
+  esac
 done
-if [ -f "$folder/{MARK}" ] && (cd "$folder" && sha256sum --status -c {MARK}) 2>/dev/null; then
+case $file in /*) ;; *) file=$folder/$file ;; esac
+build=${{file%/*}}
+if [ "$is_known" ] && [ "${{file##*/}}" = {BUILD_FILE} ] && [ -f "$build/{MARK}" ] &&
+  (CDPATH= cd -- "$build" && sha256sum --status -c {MARK}) 2>/dev/null
+then
   echo "ninja: no work to do."
   exit 0
 fi

@@ -42,9 +42,13 @@ class Compiler:
         ):
             if not (folder / name).exists() or (folder / name).read_text() != text:
                 (folder / name).write_text(text)
+        return self.says(["-v", "-C", str(folder), "-f", str(folder / ninja.BUILD_FILE)], folder)
+
+    def says(self, words: list[str], at: Path) -> str:
+        """What ninja answers to these words, in that folder."""
         done = subprocess.run(
-            ["ninja", "-v", "-C", str(folder), "-f", str(folder / ninja.BUILD_FILE)],
-            env=self.env, check=True, capture_output=True, text=True,
+            ["ninja", *(word.format(at=at) for word in words)],
+            cwd=at, env=self.env, check=True, capture_output=True, text=True,
         )  # fmt: skip
         return done.stdout
 
@@ -74,6 +78,56 @@ def test_what_was_built_is_not_built_again_where_it_is_restored(tmp_path: Path) 
     assert "no work" in compiler.asks_for(
         out / "deep" / "k", rule=BUILD.replace("compile ", "compile -f ")
     )
+
+
+@pytest.fixture
+def restored(tmp_path: Path) -> tuple[Compiler, Path]:
+    """What came out of an archive, in a folder ``k`` below the one returned."""
+    compiler = Compiler(tmp_path)
+    compiler.asks_for(tmp_path / "in" / "k")
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    shutil.rmtree(tmp_path / "in")
+    unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    return compiler, tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-C", "k"],
+        ["-v", "-C", "{at}/k", "-j", "3"],
+        ["-v", "-C", "{at}", "-f", "k/build.ninja"],
+        ["-C", "{at}", "-f", "{at}/k/build.ninja", "-j3", "-k", "0"],
+    ],
+)
+def test_all_of_a_marked_build_file_is_there_however_it_is_named(
+    words: list[str], restored: tuple[Compiler, Path]
+) -> None:
+    compiler, at = restored
+    assert "no work" in compiler.says(words, at)
+    assert compiler.builds() == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["-C", "k", "-f", "{at}/other.ninja"], "other"),
+        (["-C", "k", "-f", "../k/../other.ninja"], "other"),
+        (["-C", "k", "-t", "targets"], "k.so: cc"),
+        (["-C", "k", "-n"], "compile"),
+        (["-C", "k", "{at}/k/k.so"], "compile"),
+        (["-vC", "k"], "compile"),
+        (["-C", "k", "--version"], "1."),
+    ],
+)
+def test_whoever_asks_for_anything_else_asks_the_real_one(
+    words: list[str], says: str, restored: tuple[Compiler, Path]
+) -> None:
+    compiler, at = restored
+    (at / "other.ninja").write_text("rule say\n  command = echo other\nbuild x: say\n")
+    said = compiler.says(words, at)
+    assert says in said
+    assert "no work" not in said
 
 
 def test_a_damaged_library_or_a_folder_without_one_is_built(tmp_path: Path) -> None:
