@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -37,7 +38,9 @@ NAME_PATHS = ("__grp__*", ninja.BUILD_FILE)
 """Files that name others by their whole path: Triton's lists of what a kernel is, where a path that
 is not there is a kernel that is compiled again, and what ninja was told."""
 _MAX_PATHS = 64 << 10
-_FOLDER = b"@FOLDER@/"
+_FOLDER = b"@FOLDER@"
+_NAME_ENDS = rb"(?![\w.+@%~\\\x80-\xff-])"
+"""``/part`` and ``/part/x`` are meant, ``/part2`` and ``/part.old`` are others'."""
 _MAX_HEADER = 64 << 10
 """Of a long name; a reader holds all of it in memory."""
 
@@ -79,6 +82,7 @@ def pack(folder: Path, to: Path) -> Packed:
         DiskFull: if there is no room.
     """
     num_files = 0
+    here = re.compile(re.escape(_in_json(folder)) + _NAME_ENDS)
     with (
         atomic.disk_full_as_error(to),
         pa.CompressedOutputStream(str(to), "zstd") as stream,
@@ -91,8 +95,10 @@ def pack(folder: Path, to: Path) -> Packed:
                 content = path.read_bytes()
             except FileNotFoundError:
                 continue
-            if _names_paths(path) and len(content) <= _MAX_PATHS:
-                content = content.replace(_prefix(folder), _FOLDER)
+            if _names_paths(path):
+                # What stays long is left as it is: it is not rewritten when it comes out either.
+                short = here.sub(_FOLDER, content)
+                content = short if len(short) <= _MAX_PATHS else content
             info = tarfile.TarInfo(path.relative_to(folder).as_posix())
             info.size = len(content)
             # Inductor runs what it compiled, so the mark that says so is part of the content.
@@ -120,8 +126,8 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
     shutil.rmtree(staging, ignore_errors=True)
     try:
         with atomic.disk_full_as_error(to):
-            num_files = _extract(archive, staging, lies_in=to)
-            ninja.mark(staging)
+            num_files, rewritten = _extract(archive, staging, lies_in=to)
+            ninja.mark(path for path in rewritten if path.name == ninja.BUILD_FILE)
             staging.rename(to)
     except (
         tarfile.TarError, EOFError, pa.ArrowInvalid,
@@ -137,9 +143,14 @@ def unpack(archive: Path, to: Path, *, sha256: str) -> int:
     return num_files
 
 
-def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
-    """Into ``to``, which is renamed to ``lies_in`` afterwards."""
+def _extract(archive: Path, to: Path, *, lies_in: Path) -> tuple[int, list[Path]]:
+    """Into ``to``, which is renamed to ``lies_in`` afterwards.
+
+    Returns:
+        How many files, and which of them say the new place now.
+    """
     to.mkdir(parents=True)
+    rewritten: list[Path] = []
     num_files = num_bytes = 0
     most = min(MAX_BYTES, FREE_BYTES + MAX_GROWTH * archive.stat().st_size)
     with (
@@ -148,7 +159,8 @@ def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
     ):
         for member in tar:
             name = PurePosixPath(member.name)
-            if member.issparse() or name.is_absolute() or ".." in name.parts:
+            is_odd = member.issparse() or name.is_absolute() or ".." in name.parts
+            if is_odd or name.name == ninja.MARK:  # the mark says what was looked at here
                 raise BadArchive(f"{archive.name}: {member.name!r} has no business in a cache")
             num_files, num_bytes = num_files + 1, num_bytes + member.size
             if num_files > MAX_FILES or num_bytes > most:
@@ -159,20 +171,21 @@ def _extract(archive: Path, to: Path, *, lies_in: Path) -> int:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb") as file:
                 if _names_paths(name) and member.size <= _MAX_PATHS:
-                    file.write(content.read().replace(_FOLDER, _prefix(lies_in)))
+                    file.write(content.read().replace(_FOLDER, _in_json(lies_in)))
+                    rewritten.append(target)
                 else:
                     shutil.copyfileobj(content, file)
             target.chmod(0o700 if member.mode & 0o100 else 0o600)
-    return num_files
+    return num_files, rewritten
 
 
 def _names_paths(path: PurePath) -> bool:
     return any(path.match(pattern) for pattern in NAME_PATHS)
 
 
-def _prefix(folder: Path) -> bytes:
-    """How a path below ``folder`` begins, inside a string of JSON; elsewhere where it is plain."""
-    return json.dumps(f"{folder}/")[1:-1].encode()
+def _in_json(folder: Path) -> bytes:
+    """The folder as it stands inside a string of JSON; elsewhere where its name is plain."""
+    return json.dumps(str(folder))[1:-1].encode()
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ build file makes (a target, a tool, a version), goes to the real ninja.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from runtime.checkpoints.files import digest
@@ -52,13 +53,13 @@ exec ninja "$@"
 """
 
 
-def mark(root: Path) -> int:
-    """Mark every folder below ``root`` that ninja built something in; returns how many.
+def mark(builds: Iterable[Path]) -> int:
+    """Mark the folders of these build files; returns how many.
 
     A folder whose build left no library is not marked.
     """
     num_marked = 0
-    for build in root.rglob(BUILD_FILE):
+    for build in builds:
         built = sorted(build.parent.glob("*.so"))
         if built:
             lines = [f"{digest(path)}  {path.name}\n" for path in (build, *built)]

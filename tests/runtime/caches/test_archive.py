@@ -121,6 +121,8 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
         member("sparse", tarfile.GNUTYPE_SPARSE),
         member("good"),
         member("good/below"),
+        member(".restored"),
+        member("k/.restored"),
         member("."),
     ],
     ids=lambda m: f"{m.name}-{m.type!r}",

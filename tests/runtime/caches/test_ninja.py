@@ -142,3 +142,29 @@ def test_a_damaged_library_or_a_folder_without_one_is_built(tmp_path: Path) -> N
         compiler.asks_for(tmp_path / "out" / name)
         assert (tmp_path / "out" / name / "k.so").read_text() == "int one;"
     assert compiler.builds() == 4
+
+
+@pytest.mark.parametrize("num_comments", [1, 1000])
+def test_a_build_file_too_long_to_say_the_new_place_is_for_the_real_one(
+    num_comments: int, tmp_path: Path
+) -> None:
+    comments = f"# {'x' * 100}\n" * num_comments
+    compiler = Compiler(tmp_path)
+    compiler.asks_for(tmp_path / "in" / "k", rule=BUILD + comments)
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    is_short = num_comments == 1
+    told = (tmp_path / "out" / "k" / ninja.BUILD_FILE).read_text()
+    assert (f"build {tmp_path}/out/k/k.so" in told) == is_short
+    assert (tmp_path / "out" / "k" / ninja.MARK).exists() == is_short
+
+
+def test_the_folder_itself_is_named_anew_and_its_neighbours_are_not(tmp_path: Path) -> None:
+    told = "# {0} -I{0}: '{0}'; {0}/k {0}2 {0}.old {0}-x # {0}\n"
+    compiler = Compiler(tmp_path)
+    compiler.asks_for(tmp_path / "in" / "k", rule=BUILD + told.format(tmp_path / "in"))
+    packed = pack(tmp_path / "in", tmp_path / "a")
+    unpack(packed.path, tmp_path / "out", sha256=packed.sha256)
+    out, others = str(tmp_path / "out"), f"{tmp_path}/in2 {tmp_path}/in.old {tmp_path}/in-x"
+    expected = f"# {out} -I{out}: '{out}'; {out}/k {others} # {out}\n"
+    assert (tmp_path / "out" / "k" / ninja.BUILD_FILE).read_text().endswith(expected)
