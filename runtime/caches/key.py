@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from configs.names import read_variable
+from runtime.interpreters import answer
 from runtime.waits import stretched
 
 ARCHIVES = 2
@@ -64,7 +65,11 @@ class CacheKey:
 
 
 def key_of(
-    model: Path, layout: Mapping[str, object], *, engine_python: str | None = None
+    model: Path,
+    layout: Mapping[str, object],
+    *,
+    engine_python: str | None = None,
+    cancelled: threading.Event | None = None,
 ) -> CacheKey:
     """The key on this machine, in this environment. Loads neither torch nor a driver.
 
@@ -73,10 +78,11 @@ def key_of(
         layout: JSON values.
         engine_python: interpreter of the engine's environment, which is asked for its versions:
             most kernels are the engine's. None: it has none of its own, or runs elsewhere.
+        cancelled: set from another thread: nobody is waited for any longer.
 
     Raises:
         OSError: if that interpreter cannot be run.
-        subprocess.SubprocessError: if it fails, or does not answer in time.
+        subprocess.SubprocessError: if it fails, or does not answer in time or before ``cancelled``.
     """
     config = model / _MODEL_FILE
     content = config.read_bytes() if config.is_file() else str(model).encode()
@@ -87,7 +93,7 @@ def key_of(
         | {"python": platform.python_version()},
         model=hashlib.sha256(content).hexdigest(),
         layout=dict(layout),
-        engine=_versions_of(engine_python) if engine_python else {},
+        engine=_versions_of(engine_python, cancelled) if engine_python else {},
     )
 
 
@@ -112,12 +118,10 @@ def _field(path: Path, name: str) -> str:
     return ""
 
 
-def _versions_of(python: str) -> dict[str, str]:
-    done = subprocess.run(
-        [python, "-c", _ASK, *_PACKAGES],
-        check=True, capture_output=True, timeout=stretched("readiness", _ASK_S),
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+def _versions_of(python: str, cancelled: threading.Event | None) -> dict[str, str]:
+    within_s = stretched("readiness", _ASK_S)
+    said = answer([python, "-c", _ASK, *_PACKAGES], within_s=within_s, cancelled=cancelled)
+    return json.loads(said.splitlines()[-1])
 
 
 def _version(package: str) -> str | None:

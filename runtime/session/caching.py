@@ -76,7 +76,7 @@ class SessionCaches:
             try:
                 if nodes is None or not nodes.nodes:
                     self._node = NodeCache(order)
-                    found = {_ALONE: await anyio.to_thread.run_sync(self._node.restore)}
+                    found = {_ALONE: await _restored(self._node)}
                 else:
                     found = await self._restore_group(order, nodes)
             except Exception as error:
@@ -211,6 +211,29 @@ class SessionCaches:
 
 def _named(address: str, part: str) -> str:
     return f"{address}/{part}" if address else part
+
+
+async def _restored(node: NodeCache) -> Restored:
+    """In a thread, which a cancellation of ours reaches while it asks an interpreter."""
+    found: list[Restored | Exception] = []
+
+    async def pass_on() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if not found:
+                node.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pass_on)
+        try:
+            found.append(await anyio.to_thread.run_sync(node.restore))
+        except Exception as error:  # told as it is, not as a group of one
+            found.append(error)
+        tasks.cancel_scope.cancel()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 async def _published(node: NodeCache, is_terminated: Callable[[], bool]) -> list[PartReport]:

@@ -64,7 +64,12 @@ class NodeCache:
             Exception: whatever a store or a disk comes up with; every compiler starts cold then.
         """
         order = self._order
-        self._key = key_of(order.model, order.layout, engine_python=order.engine_python)
+        self._key = key_of(
+            order.model,
+            order.layout,
+            engine_python=order.engine_python,
+            cancelled=self._cancelled,
+        )
         self._store = open_store(order.place)
         return publishing.restore(order.root, self._store, self._key, wait_s=order.wait_s)
 

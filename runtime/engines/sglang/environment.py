@@ -12,6 +12,7 @@ import platformdirs
 
 from runtime.caches import ninja
 from runtime.engines.sglang.settings import SglangSettings
+from runtime.interpreters import environment_of_another
 
 ROOT = Path(__file__).resolve().parents[3]
 """Where ``runtime`` lies: the server imports ``runtime.engines.sglang.inside`` from there."""
@@ -53,16 +54,13 @@ def server_environment(
     settings: SglangSettings, private: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """The owner's environment with what the server needs; devices are as Ray has masked them."""
-    theirs = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = [str(private / "plugins"), str(ROOT), *theirs]
     caches = Path(settings.cache_root or platformdirs.user_cache_path("milepost") / "engines")
-    env = dict(environ)
+    env = environment_of_another(environ, first=(private / "plugins", ROOT))
     for name, folder in _CACHES.items():
         # A session that keeps an archive of caches has pointed its processes at its own folder.
         if settings.cache_root is not None or not env.get(name):
             env[name] = str(caches / folder)
     env.update(
-        PYTHONPATH=os.pathsep.join(dict.fromkeys(paths)),
         PATH=os.pathsep.join((str(private / "bin"), env.get("PATH", os.defpath))),
         PYTHONUNBUFFERED="1",
         TOKENIZERS_PARALLELISM="false",
@@ -75,8 +73,6 @@ def server_environment(
         # Its 503 of a paused or hung server must come before a probe gives up at 10 s.
         SGLANG_HEALTH_CHECK_TIMEOUT="8",
     )
-    for name in ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"):
-        env.pop(name, None)
     if plugins := env.get("SGLANG_PLUGINS"):
         env["SGLANG_PLUGINS"] = f"{plugins},{_PLUGIN}"
     if settings.waiting_timeout_s is not None:

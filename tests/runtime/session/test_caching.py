@@ -1,8 +1,11 @@
 """A session's compiler caches: what it leaves behind, and that none of it can end a run."""
 
 import json
+import time
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from runtime.rundir.receipts import read_receipt
@@ -44,6 +47,16 @@ class Node:
         self.recorder.flush()
         lines = self.context.root.driver_timing.read_text().splitlines()
         return {row["name"]: row["cold"] for row in map(json.loads, lines)}
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def is_there(told: Path) -> bool:
+    """The process that wrote its id there."""
+    return Path(f"/proc/{told.read_text().strip()}").exists()
 
 
 def kept(folder: Path) -> str:
@@ -90,6 +103,19 @@ async def test_a_session_that_is_terminated_begins_no_publishing(tmp_path: Path)
     await node.caches.publish(lambda: True)
     assert node.outcome() == "cancelled"
     assert not (tmp_path / "store").exists()
+
+
+async def test_a_session_that_is_cancelled_leaves_no_interpreter_behind(tmp_path: Path) -> None:
+    told, python = tmp_path / "pid", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {told}.new; mv {told}.new {told}; sleep 600\n")
+    python.chmod(0o755)
+    engine = ('rollout.engine="sglang"', f"rollout.engine_python={json.dumps(str(python))}")
+    node = Node(tmp_path / "run", kept(tmp_path / "store"), *engine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(node.caches.restore, node.model)
+        await anyio.to_thread.run_sync(wait_for, told)
+        tasks.cancel_scope.cancel()
+    assert not is_there(told)
 
 
 async def test_no_model_to_make_a_key_of_is_no_reason_to_fail(tmp_path: Path) -> None:
