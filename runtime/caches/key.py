@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +41,15 @@ for name in sys.argv[1:]:
 print(json.dumps(found))
 """
 _ASK_S = 60.0
+_TOOLKIT = Path("/usr/local/cuda")
+_VARIABLES = (
+    "TORCH_CUDA_ARCH_LIST", "FLASHINFER_CUDA_ARCH_LIST", "TVM_FFI_CUDA_ARCH_LIST",
+    "FLASHINFER_NVCC", "FLASHINFER_JIT_DEBUG",
+    "FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS",
+    "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS",
+    "CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS",
+)  # fmt: skip
+"""What says to compilers how to go about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,8 @@ class CacheKey:
     """Parallel sizes, dtype, engine: what changes shapes and kernels."""
     engine: Mapping[str, str] = field(default_factory=dict[str, str])
     """Versions in the engine's own environment; empty where it has none, or runs elsewhere."""
+    compilers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Version of the CUDA toolkit, where there is one, and the variables that steer compilers."""
     archives: int = ARCHIVES
 
     @property
@@ -94,6 +108,7 @@ def key_of(
         model=hashlib.sha256(content).hexdigest(),
         layout=dict(layout),
         engine=_versions_of(engine_python, cancelled) if engine_python else {},
+        compilers=_compilers(cancelled),
     )
 
 
@@ -122,6 +137,18 @@ def _versions_of(python: str, cancelled: threading.Event | None) -> dict[str, st
     within_s = stretched("readiness", _ASK_S)
     said = answer([python, "-c", _ASK, *_PACKAGES], within_s=within_s, cancelled=cancelled)
     return json.loads(said.splitlines()[-1])
+
+
+def _compilers(cancelled: threading.Event | None) -> dict[str, str]:
+    found = {name: value for name in _VARIABLES if (value := os.environ.get(name))}
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    # In the order in which torch and FlashInfer look for it.
+    nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    nvcc = nvcc or str(_TOOLKIT / "bin" / "nvcc")
+    with suppress(OSError, subprocess.CalledProcessError):  # none, or one that compiles nothing
+        within_s = stretched("readiness", _ASK_S)
+        found["nvcc"] = answer([nvcc, "--version"], within_s=within_s, cancelled=cancelled)
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -196,10 +196,10 @@ def test_a_cancelled_publisher_begins_nothing(tmp_path: Path) -> None:
 def test_every_part_of_the_key_makes_another_key(tmp_path: Path) -> None:
     changes = [
         {"image": "x"}, {"machine": "x"}, {"versions": {}}, {"model": "x"}, {"layout": {}},
-        {"engine": {"sglang": "1"}}, {"archives": 1},
+        {"engine": {"sglang": "1"}}, {"compilers": {"nvcc": "13"}}, {"archives": 1},
     ]  # fmt: skip
     digests = {KEY.digest, *(replace(KEY, **change).digest for change in changes)}  # type: ignore[arg-type]
-    assert len(digests) == 8
+    assert len(digests) == 9
     (tmp_path / "config.json").write_text("{}")
     here = key_of(tmp_path, {"ranks": 1})
     assert here == key_of(tmp_path, {"ranks": 1})
@@ -223,6 +223,25 @@ def test_the_key_knows_the_versions_of_an_engine_in_an_environment_of_its_own(
     assert found.digest != key_of(tmp_path, {}).digest
     with pytest.raises(FileNotFoundError):
         key_of(tmp_path, {}, engine_python=str(tmp_path / "gone"))
+
+
+def test_the_key_knows_toolkit_and_variables_of_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    digests = {key_of(tmp_path, {}).digest}  # there is none
+    for version in ("12.9", "13.0"):
+        nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo release {version}\n')
+        nvcc.chmod(0o755)
+        found = key_of(tmp_path, {})
+        assert version in found.compilers["nvcc"]
+        digests.add(found.digest)
+    for variable in ("FLASHINFER_CUDA_ARCH_LIST", "NVCC_APPEND_FLAGS", "CXX"):
+        monkeypatch.setenv(variable, "another")
+        digests.add(key_of(tmp_path, {}).digest)
+    assert len(digests) == 6
 
 
 def test_every_compiler_is_pointed_below_one_root(tmp_path: Path) -> None:
