@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.caches.key import key_of
-from runtime.caches.publishing import Publisher, environment, restore
+from runtime.caches.parts import environment
+from runtime.caches.publishing import Publisher, restore
 from runtime.caches.stores import FolderStore
 from runtime.clock import SystemClock
 from runtime.recipes import laptop

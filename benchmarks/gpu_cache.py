@@ -32,7 +32,8 @@ import psutil
 
 from benchmarks.gpu_task import GPU_ARGS, make_model
 from runtime.caches.key import CacheKey, key_of
-from runtime.caches.publishing import Publisher, environment, restore
+from runtime.caches.parts import environment
+from runtime.caches.publishing import Publisher, restore
 from runtime.caches.stores import FolderStore
 from runtime.clock import SystemClock
 from runtime.engines.embedded.owner import EmbeddedOwner

@@ -1,7 +1,6 @@
 """Restoring caches before a start, and publishing them after an end. Neither can fail a run.
 
-One folder per node and session holds every compiler's cache, a part each (``PARTS``); the
-environment points the compilers there, in every process that is started later.
+One folder per node and session holds every compiler's cache, a part each (``caches.parts``).
 """
 
 from __future__ import annotations
@@ -18,30 +17,12 @@ from typing import Literal, TypeVar
 
 from runtime.caches.archive import BadArchive, pack, unpack
 from runtime.caches.key import CacheKey
+from runtime.caches.parts import PARTS
 from runtime.caches.stores import CacheStore, Manifest
 from runtime.clock import Clock
 
 T = TypeVar("T")
 Outcome = Literal["published", "present", "timed_out", "cancelled", "failed"]
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "inductor": ("TORCHINDUCTOR_CACHE_DIR",),
-    "triton": ("TRITON_CACHE_DIR",),
-    "sglang": ("SGLANG_CACHE_DIR",),
-    "sglang_jit": ("SGLANG_JIT_CACHE_DIR",),
-    "deep_gemm": ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR"),
-    "tvm_ffi": ("TVM_FFI_CACHE_DIR",),
-    "flashinfer": ("FLASHINFER_WORKSPACE_BASE",),
-    "cuda": ("CUDA_CACHE_PATH",),
-    "numba": ("NUMBA_CACHE_DIR",),
-}
-"""Folder of each part below the root, and the variables that point a compiler at it: all that a
-server would else keep with the user (``engines.sglang.environment``). SGLang's own CUDA kernels,
-most of a first start, are in ``tvm_ffi``, those of newer versions in ``sglang_jit``."""
-
-
-def environment(root: Path) -> dict[str, str]:
-    """Where every compiler keeps its cache; for the environment of what is started later."""
-    return {name: str(root / part) for part, names in PARTS.items() for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import anyio
 import anyio.to_thread
 from pydantic import JsonValue
 
+from runtime.caches import parts as cache_parts
 from runtime.caches import publishing
 from runtime.caches.publishing import PartReport, Restored
 from runtime.policy import PolicyId
@@ -62,7 +63,7 @@ class SessionCaches:
     @property
     def environment(self) -> dict[str, str]:
         """For every process of the session, before it is started."""
-        return {CACHES_VARIABLE: str(self.root), **publishing.environment(self.root)}
+        return {CACHES_VARIABLE: str(self.root), **cache_parts.environment(self.root)}
 
     async def restore(self, model: Path, nodes: Nodes | None = None) -> None:
         """Bring in what was published for this model, layout and machine; else start cold.

@@ -15,7 +15,8 @@ from moto import mock_aws
 from runtime.caches import publishing
 from runtime.caches.archive import pack
 from runtime.caches.key import CacheKey, key_of
-from runtime.caches.publishing import PARTS, Publisher, environment, restore
+from runtime.caches.parts import PARTS, environment
+from runtime.caches.publishing import Publisher, restore
 from runtime.caches.stores import BucketStore, CacheStore, FolderStore, open_store
 from runtime.clock import SystemClock
 from runtime.errors import DiskFull

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import load_run
-from runtime.caches import publishing
+from runtime.caches import parts
 from runtime.engines.factory import engine_owner
 from runtime.engines.sglang.bounded_log import BoundedLog
 from runtime.engines.sglang.environment import make_private, server_environment
@@ -148,7 +148,7 @@ def test_a_run_files_keepalive_reaches_the_servers_environment_and_nothing_else_
 
 def test_kernels_go_where_the_session_keeps_caches_for_its_archive(tmp_path: Path):
     settings = SglangSettings(model_path="/m", python="/p")
-    kept = publishing.environment(tmp_path / "caches")
+    kept = parts.environment(tmp_path / "caches")
     env = server_environment(settings, tmp_path / "private", kept)
     assert {name: env[name] for name in kept} == kept
     # Nothing compiled stays outside: most of a first start are SGLang's own CUDA kernels.
