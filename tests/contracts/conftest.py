@@ -23,7 +23,7 @@ import torch
 
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
-from tests.contracts.lane import BEFORE_SPANS, LANE
+from tests.contracts.lane import LANE, OLDER
 from tests.contracts.sglang_engine import KEY, SharedServers, need_environment
 from tests.contracts.tiny_models import save_model, tiny_qwen3
 
@@ -56,7 +56,12 @@ class RunningEngine:
     @property
     def tells_spans(self) -> bool:
         """Which weights drew which token; a server that does not has no update sessions either."""
-        return self.version not in BEFORE_SPANS
+        return self.version not in OLDER
+
+    @property
+    def names_unknown_fields(self) -> bool:
+        """A sampling parameter that it does not know is refused by name."""
+        return self.version not in OLDER
 
     async def call(self, method: str, path: str, body: object = None) -> Answer:
         raw = body if isinstance(body, bytes) else None if body is None else orjson.dumps(body)

@@ -18,8 +18,9 @@ import torch
 from runtime.publication.checksum import checksums
 from runtime.publication.mix64 import mix64
 
-BEFORE_SPANS = ("0.5.17",)
-"""Versions that tell one weight version for a whole response, and have no update sessions."""
+OLDER = ("0.5.17",)
+"""Versions that tell one weight version for a whole response, have no update sessions, and end in
+an error of their own at an unknown sampling parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
