@@ -90,7 +90,7 @@ def submit_for(root: RunRoot, *, by: str) -> list[str]:
     except JobsAway as error:
         get_run_logger().warning("%s; requests wait in %s", error.message, root.evaluations)
         return []
-    submitted = [f"{row.receipt.request.policy} {row.receipt.request.set}" for row in _new(rows)]
+    submitted = [row.asked for row in _new(rows)]
     get_run_logger().info("submitted: %s", ", ".join(submitted) or "nothing")
     return submitted
 

@@ -57,16 +57,23 @@ def show_table(rows: list[Row]) -> str:
 
 def _as_line(row: Row) -> dict[str, object]:
     receipt = row.receipt
+    said = f"{row.verdict}: {row.why}"
+    if receipt is None:
+        run, state = row.root.path.name, "damaged"
+        return {
+            "run": run, "update": row.update, "set": row.folder.name, "kind": "", "state": state,
+            "tries": "", "how tries ended": "", "next try": "", "pass": said, "link": "",
+        }  # fmt: skip
     return {
         "run": receipt.request.run,
-        "update": receipt.update,
-        "set": receipt.request.set,
+        "update": row.update,
+        "set": row.folder.name,
         "kind": receipt.request.kind,
         "state": receipt.state,
         "tries": len(receipt.tries),
         "how tries ended": "; ".join(_ends(receipt)),
         "next try": _when(receipt.next_try_at),
-        "pass": f"{row.verdict}: {row.why}",
+        "pass": said,
         "link": _link(row.job),
     }
 

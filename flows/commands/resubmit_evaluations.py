@@ -51,8 +51,8 @@ def resubmit_evaluations(runs: Runs = None, force: Force = False, as_json: AsJso
         typer.echo(json.dumps({"evaluations": [_as_object(row) for row in rows]}))
         return
     for row in rows:
-        asked = f"{row.receipt.request.run} {row.receipt.request.policy} {row.receipt.request.set}"
-        typer.echo(f"{asked}: {row.receipt.state}, {row.verdict}: {row.why}")
+        state = "damaged" if row.receipt is None else row.receipt.state
+        typer.echo(f"{_run_of(row)} {row.asked}: {state}, {row.verdict}: {row.why}")
     if not rows:
         typer.echo("no evaluation was requested in any known run, or another pass is under way")
 
@@ -60,15 +60,19 @@ def resubmit_evaluations(runs: Runs = None, force: Force = False, as_json: AsJso
 def _as_object(row: Row) -> dict[str, object]:
     receipt = row.receipt
     return {
-        "run": receipt.request.run,
+        "run": _run_of(row),
         "root": str(row.root.path),
-        "update": receipt.update,
-        "set": receipt.request.set,
-        "state": receipt.state,
-        "reason": receipt.reason,
-        "tries": len(receipt.tries),
-        "next_try_at": receipt.next_try_at,
+        "update": row.update,
+        "set": row.folder.name,
+        "state": None if receipt is None else receipt.state,
+        "reason": None if receipt is None else receipt.reason,
+        "tries": None if receipt is None else len(receipt.tries),
+        "next_try_at": None if receipt is None else receipt.next_try_at,
         "verdict": row.verdict,
         "why": row.why,
         "job": row.job,
     }
+
+
+def _run_of(row: Row) -> str:
+    return row.root.path.name if row.receipt is None else row.receipt.request.run

@@ -1,4 +1,4 @@
-"""Every receipt of a run, for whoever goes through all of them."""
+"""Every receipt of a run, for whoever goes through all of them, and results that stand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import structlog
 
 from runtime.errors import StoreError
-from runtime.evaluation.found import EVERY, evaluation_folders
+from runtime.evaluation.found import EVERY, at_update, evaluation_folders
 from runtime.evaluation.receipts import FIRST_DELAY_S, EvaluationReceipt, derive
+from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
@@ -18,15 +19,15 @@ from runtime.telemetry.events import Event
 _log: structlog.stdlib.BoundLogger = structlog.get_logger("evaluation")
 
 
-def receipts_of(
+def readings_of(
     root: RunRoot,
     records: tuple[Record, ...],
     policies: str = EVERY,
     *,
     known: Container[Path] = (),
     first_delay_s: float = FIRST_DELAY_S,
-) -> Iterator[tuple[Path, EvaluationReceipt]]:
-    """Every evaluation of a run with its folder, by policy and set; damaged ones are logged.
+) -> Iterator[tuple[Path, EvaluationReceipt | StoreError]]:
+    """Every evaluation of a run with its folder, by policy and set, or why it cannot be read.
 
     Args:
         root: the run.
@@ -43,6 +44,41 @@ def receipts_of(
             receipt = derive(path, stands=stands, first_delay_s=first_delay_s)
         except StoreError as error:
             _log.warning(Event.EVALUATION_FAILED, folder=str(path), error=error.message)
+            yield path, error
             continue
         if receipt is not None:
             yield path, receipt
+
+
+def receipts_of(
+    root: RunRoot,
+    records: tuple[Record, ...],
+    policies: str = EVERY,
+    *,
+    known: Container[Path] = (),
+) -> Iterator[tuple[Path, EvaluationReceipt]]:
+    """See ``readings_of``; what cannot be read is logged and passed over."""
+    for path, read in readings_of(root, records, policies, known=known):
+        if isinstance(read, EvaluationReceipt):
+            yield path, read
+
+
+def standing_result(
+    root: RunRoot, records: tuple[Record, ...], *, update: int, set_name: str
+) -> tuple[Path, EvaluationReceipt] | None:
+    """The folder and receipt of a succeeded evaluation of a set at an update, newest epoch first.
+
+    A result stands if its policy belongs to history, whichever epoch made it. A rewind makes update
+    55 anew: only a result whose (epoch, update) stands in the chain counts.
+
+    Raises:
+        PartialWrite: if none stands, and a file of the newest epoch's own is damaged. Those of
+            older ones are passed over: the newest can make it anew beside them.
+    """
+    for folder, receipt in reversed([*receipts_of(root, records, at_update(update))]):
+        if folder.name == set_name and receipt.stands and receipt.state == "succeeded":
+            return folder, receipt
+    if (newest := history.newest_epoch(records)) is not None:
+        own = root.evaluation(str(PolicyId(newest.epoch, update)), set_name)
+        derive(own, stands=True)
+    return None

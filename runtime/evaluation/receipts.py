@@ -269,6 +269,17 @@ def finish_try(folder: Path, number: int, result: Result) -> Result:
     return _create(folder / "tries" / str(number) / "result.json", result)
 
 
+def has_open_try(folder: Path) -> bool:
+    """Whether the newest try has no result yet, by the names of its files alone.
+
+    For an evaluation that cannot be read; see ``EvaluationReceipt.open_try``.
+    """
+    places = (place for place in folder.glob("tries/*") if place.name.isdigit())
+    tries = [place for place in places if any(place.glob("*.json"))]
+    newest = max(tries, key=lambda place: int(place.name), default=None)
+    return newest is not None and not (newest / "result.json").exists()
+
+
 def skip(folder: Path, reason: SkipReason, *, time: float) -> Result:
     """Say that the newest try, or the request itself, came to nothing."""
     tries = _tries(folder)

@@ -15,11 +15,11 @@ from typing import Literal, Protocol
 from filelock import SoftFileLease, Timeout
 
 from runtime.clock import Clock
-from runtime.errors import RunError
+from runtime.errors import RunError, StoreError
 from runtime.evaluation.background import IN_FLIGHT
 from runtime.evaluation.found import evaluation_folders
 from runtime.evaluation.job import JobOrder
-from runtime.evaluation.reading import receipts_of
+from runtime.evaluation.reading import readings_of
 from runtime.evaluation.receipts import (
     FIRST_DELAY_S,
     MAX_RESUBMISSIONS,
@@ -31,6 +31,7 @@ from runtime.evaluation.receipts import (
     claim_try,
     derive,
     finish_try,
+    has_open_try,
     num_resubmissions,
 )
 from runtime.policy import PolicyId
@@ -81,12 +82,25 @@ class Row:
     """One evaluation after a pass."""
 
     root: RunRoot
-    receipt: EvaluationReceipt
+    folder: Path
+    """``evaluations/<policy>/<set>``."""
+    receipt: EvaluationReceipt | None
+    """None: it cannot be read."""
     verdict: Verdict
     """``reported``: a person must act; ``given_up``: cap or the same failure twice."""
     why: str
     job: str | None = None
     """Of the newest try."""
+
+    @property
+    def asked(self) -> str:
+        """Policy and set, in words."""
+        return f"{self.folder.parent.name} {self.folder.name}"
+
+    @property
+    def update(self) -> int:
+        """Of its policy."""
+        return PolicyId.parse(self.folder.parent.name).update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +127,14 @@ class _Pass:
     in_flight: int = 0
 
     def rows(self) -> Iterator[Row]:
-        open_, others = [], []
+        open_: list[tuple[Path, EvaluationReceipt]] = []
+        others: list[tuple[Path, EvaluationReceipt]] = []
         delay_s = self.rules.first_delay_s
-        for folder, read in receipts_of(self.root, self.records, first_delay_s=delay_s):
+        for folder, read in readings_of(self.root, self.records, first_delay_s=delay_s):
+            if isinstance(read, StoreError):
+                if row := self._unread(folder, read):
+                    yield row
+                continue
             receipt = self._ended(folder, read)
             (open_ if receipt.open_try is not None else others).append((folder, receipt))
         for folder, receipt in open_:
@@ -127,6 +146,15 @@ class _Pass:
         for folder, receipt in others:
             if self._is_asked(folder):
                 yield self._closed(folder, receipt)
+
+    def _unread(self, folder: Path, error: StoreError) -> Row | None:
+        # Whether its job is still there cannot be told; what it may hold is not given away.
+        self.in_flight += has_open_try(folder)
+        if not self._is_asked(folder):
+            return None
+        return Row(
+            root=self.root, folder=folder, receipt=None, verdict="reported", why=error.message
+        )
 
     def _is_asked(self, folder: Path) -> bool:
         return not self.rules.asked or folder in self.rules.asked
@@ -237,7 +265,10 @@ class _Pass:
     ) -> Row:
         if job is None and receipt.tries and receipt.tries[-1].started is not None:
             job = receipt.tries[-1].started.flow_run
-        return Row(root=self.root, receipt=receipt, verdict=verdict, why=why, job=job)
+        folder = self.root.evaluation(receipt.request.policy, receipt.request.set)
+        return Row(
+            root=self.root, folder=folder, receipt=receipt, verdict=verdict, why=why, job=job
+        )
 
 
 def submit_due(root: RunRoot, jobs: Jobs, rules: Rules, *, clock: Clock) -> list[Row]:
@@ -250,7 +281,8 @@ def submit_due(root: RunRoot, jobs: Jobs, rules: Rules, *, clock: Clock) -> list
         clock: wall time is compared with the writers' clocks, to the minute.
 
     Returns:
-        A row per evaluation, those under way first; empty where another submitter has its turn.
+        A row per evaluation, damaged ones and those under way first; empty where another submitter
+        has its turn.
 
     Raises:
         JobsAway: if nothing takes submissions; what was claimed is asked for again by the next.

@@ -101,11 +101,17 @@ def test_a_row_of_the_table_links_to_its_job_in_a_word(tmp_path: Path) -> None:
     made.begin()
     made.commit(0)
     made.evaluate(4)
-    ((_, receipt),) = receipts_of(made.root, made.chain.read())
-    row = Row(root=made.root, receipt=receipt, verdict="done", why="a result stands", job="id")
+    ((folder, receipt),) = receipts_of(made.root, made.chain.read())
+    row = Row(
+        root=made.root, folder=folder, receipt=receipt, verdict="done", why="a result stands",
+        job="id",
+    )  # fmt: skip
     with temporary_settings({PREFECT_UI_URL: "http://ui"}):
         assert resubmission._as_line(row)["link"] == "[flow run](http://ui/runs/flow-run/id)"
     assert resubmission._as_line(replace(row, job=None))["link"] == ""
+    damaged = resubmission._as_line(replace(row, receipt=None, verdict="reported", why="torn"))
+    assert set(damaged) == set(resubmission._as_line(row))
+    assert (damaged["update"], damaged["pass"]) == (4, "reported: torn")
 
 
 def test_the_summary_shows_results_that_stand_past_what_cannot_be_read(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Owed:
     def submit(self, **rules: object) -> dict[int, Row]:
         asked = Rules(by="test", **rules)  # type: ignore[arg-type]
         rows = submit_due(self.root, self.jobs, asked, clock=self.clock)
-        return {row.receipt.update: row for row in rows}
+        return {row.update: row for row in rows}
 
     def end(self, folder: Path, **result: object) -> None:
         """The newest try's job writes its result and ends."""
@@ -306,9 +306,30 @@ def test_what_cannot_be_read_is_in_nothing_elses_way(owed: Owed) -> None:
     (damaged / "request.json").write_text("{")
     (owed.root.evaluations / "e1.u4-kept" / "held").mkdir(parents=True)
     (owed.root.evaluations / "e1.u4-kept" / "held" / "request.json").write_text("{}")
-    assert {update: row.verdict for update, row in owed.submit().items()} == {4: "submitted"}
+    rows = owed.submit()
+    assert {update: row.verdict for update, row in rows.items()} == {2: "reported", 4: "submitted"}
+    assert rows[2].receipt is None
+    assert "move it aside and ask again" in rows[2].why
     records = Chain(owed.root).read()
     assert [receipt.update for _, receipt in receipts_of(owed.root, records)] == [4]
+
+
+@pytest.mark.parametrize("torn", ["request.json", "submission.json", "started.json"])
+def test_a_damaged_one_whose_job_may_run_keeps_its_place(owed: Owed, torn: str) -> None:
+    damaged = owed.ask(2, "final")
+    owed.submit()
+    receipts.start_try(damaged, 0, Started(time=owed.clock.time(), host="h", pid=1))
+    ((place,),) = [[*damaged.rglob(torn)]]
+    place.write_text("{")
+    owed.ask(4, "final")
+    third = owed.ask(6, "final")
+    rows = owed.submit()
+    assert [rows[update].verdict for update in (2, 4, 6)] == ["reported", "submitted", "waits"]
+    # What a person names alone is spoken of, and its place counts the same.
+    assert set(rows := owed.submit(asked=frozenset({third}))) == {6}
+    assert rows[6].why == "2 are in flight"
+    receipts.finish_try(damaged, 0, Result(time=0.0, state="skipped", reason="crashed"))
+    assert owed.submit()[6].verdict == "submitted"
 
 
 def request_of(folder: Path) -> Request:
