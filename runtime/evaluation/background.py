@@ -19,9 +19,9 @@ from runtime.checkpoints.export import ExportReceipt, export_snapshot, read_rece
 from runtime.clock import Clock
 from runtime.errors import StoreError
 from runtime.evaluation.asking import ask_for_final
-from runtime.evaluation.found import at_update, standing_result
+from runtime.evaluation.found import at_update
 from runtime.evaluation.opening import Asker
-from runtime.evaluation.reading import receipts_of
+from runtime.evaluation.reading import receipts_of, standing_result
 from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, ask_once, skip
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet

@@ -12,9 +12,9 @@ import anyio
 from runtime.clock import Clock
 from runtime.errors import EvaluationFailed, RunError
 from runtime.evaluation.asking import ask_for_final, failed_result
-from runtime.evaluation.found import standing_result
 from runtime.evaluation.items import ItemLog
 from runtime.evaluation.opening import Asker
+from runtime.evaluation.reading import standing_result
 from runtime.evaluation.receipts import (
     Result,
     Started,

@@ -14,7 +14,7 @@ from runtime.checkpoints.bucket import store_name
 from runtime.checkpoints.copied import UPLOAD, is_copied, read_copied
 from runtime.checkpoints.files import locate
 from runtime.errors import StoreError
-from runtime.evaluation.found import standing_result
+from runtime.evaluation.reading import standing_result
 from runtime.launch.attempts import spec_digest
 from runtime.policy import PolicyId
 from runtime.publication.decision import Decision

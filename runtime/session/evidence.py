@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from runtime.evaluation.found import standing_result
+from runtime.evaluation.reading import standing_result
 from runtime.policy import PolicyId
 from runtime.rundir import atomic, history
 from runtime.rundir.layout import EXPORT_RECEIPT, RunRoot

@@ -146,6 +146,22 @@ async def test_training_goes_on_once_the_weights_have_left(tmp_path: Path) -> No
     await in_session(body)
 
 
+async def test_a_damaged_receipt_of_an_older_epoch_ends_no_run(tmp_path: Path) -> None:
+    async def body(tasks: Any) -> None:
+        first = Asking(tmp_path, tasks)
+        await first.ask(P4)
+        first.answer(P4)
+        seq = commit_of(first.root, update=4)
+        (first.root.evaluation(str(P4), "held") / "request.json").write_text("{")
+        own_again(first.root, restored=("e1.u4", seq))
+        second = Asking(tmp_path, tasks, epoch=2)
+        await second.evaluator.final(PolicyId(2, 4), retries=0, backoff_s=0.0)
+        assert second.evaluator.outstanding == ["evaluation/4/held"]
+        assert second.receipt(PolicyId(2, 4)).request.kind == "final"
+
+    await in_session(body)
+
+
 async def test_asking_again_is_nothing_in_this_session_and_in_the_next(tmp_path: Path) -> None:
     async def body(tasks: Any) -> None:
         first = Asking(tmp_path, tasks)

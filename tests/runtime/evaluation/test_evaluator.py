@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from runtime.clock import ManualClock
-from runtime.errors import EvaluationFailed, RunError, TransportError
+from runtime.errors import EvaluationFailed, PartialWrite, RunError, TransportError
 from runtime.evaluation.evaluator import Evaluator
-from runtime.evaluation.found import standing_result
 from runtime.evaluation.opening import Asker
+from runtime.evaluation.reading import standing_result
 from runtime.evaluation.receipts import derive
 from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
@@ -142,6 +142,27 @@ async def test_a_rewind_below_it_makes_it_anew(evaluating: Evaluating) -> None:
     )
     assert found is not None
     assert found[0] == evaluating.root.evaluation("e2.u4", "held")
+
+
+async def test_a_damaged_result_of_an_older_epoch_is_made_anew_and_ones_own_is_told(
+    evaluating: Evaluating,
+) -> None:
+    await evaluating.evaluator.evaluate("held", POLICY, kind="cadence")
+    seq = evaluating.commit(1, 4)
+    own = evaluating.root.evaluation("e1.u4", "held") / "tries" / "0" / "result.json"
+    own.write_text("{")
+    with pytest.raises(PartialWrite, match="move it aside"):
+        await evaluating.evaluator.evaluate("held", POLICY, kind="final")
+    evaluating.own(restored="e1.u4", seq=seq)
+    evaluating.become(PolicyId(2, 4))
+    await evaluating.evaluator.evaluate("held", PolicyId(2, 4), kind="final")
+    assert sum(evaluating.asked.engine.calls.values()) == 12
+    # A result that stands is one, whatever lies beside it.
+    seq = evaluating.commit(2, 4)
+    evaluating.own(restored="e2.u4", seq=seq)
+    evaluating.become(PolicyId(3, 4))
+    await evaluating.evaluator.evaluate("held", PolicyId(3, 4), kind="final")
+    assert sum(evaluating.asked.engine.calls.values()) == 12
 
 
 async def test_a_failed_try_is_recorded_and_the_next_goes_on(evaluating: Evaluating) -> None:
