@@ -23,8 +23,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "tests/runtime/engines/test_sglang_owner.py"
-CONTRACT = "tests/contracts/test_engine_contract.py"
-WEIGHTS = "tests/contracts/test_engine_weights.py"
+ENGINE = "tests/contracts/test_engine_{}.py"
+CONTRACT = [
+    ENGINE.format(what) for what in ("answers", "refusals", "pauses", "weights", "weights_sent")
+]
+LIMITED = ENGINE.format("limits")
 
 DEATHS = "refused_before_it_leaves or killed_scheduler"
 LIMITS = "full_queue or queue_is_full or queue_holds or waiting_too_long"
@@ -36,10 +39,10 @@ GROUPS: dict[str, list[str]] = {
     # Requests that would end it, kill -9 of its scheduler, a scheduler that hangs: three starts.
     "deaths": [OWNER, "-k", DEATHS],
     # Everything that an ordinary server can be asked: one start.
-    "contract": [CONTRACT, WEIGHTS, "-k", f"not ({LIMITS} or {MORE_LIMITS})"],
+    "contract": [*CONTRACT, LIMITED, "-k", f"not ({LIMITS} or {MORE_LIMITS})"],
     # Servers with limits of their own: three and four starts.
-    "limits": [CONTRACT, "-k", LIMITS],
-    "more-limits": [CONTRACT, WEIGHTS, "-k", MORE_LIMITS],
+    "limits": [LIMITED, "-k", LIMITS],
+    "more-limits": [LIMITED, ENGINE.format("pauses"), "-k", MORE_LIMITS],
     # Starts that fail, and an owner that is killed.
     "starts": [OWNER, "-k", f"not ({DEATHS})"],
 }

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from runtime.publication.checksum import checksums
 from tests.contracts.conftest import Models, RunningEngine, only_on
-from tests.contracts.test_engine_contract import LONG, generate
-from tests.contracts.test_engine_weights import engine_checksums, swap_from_disk, tensors
+from tests.contracts.generating import LONG, generate
 from tests.contracts.tiny_models import reference_after_swap, reference_logprobs
+from tests.contracts.weights import engine_checksums, swap_from_disk, tensors
 
 pytestmark = [
     pytest.mark.anyio,
