@@ -4,6 +4,7 @@ The ranks are those of a run: actors of a Ray of its own, joined by NCCL, sharde
 case makes ten updates on one rank and on two, deterministic and without TF32, and compares loss,
 gradient norm and parameters: float32 within 1e-5, bf16 as it is. The state after five updates of
 either side is restored on the other, which makes the last five again (``--reshard``: which cases).
+Then the two share every row instead (``core.context = 2``; ``--sharing``: which cases).
 
     python -m benchmarks.gpu_ranks --out ranks.json
 
@@ -19,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,17 +61,19 @@ async def make_side(
 
 
 async def run_case(
-    case: Case, folder: Path, *, on_gpu: bool, reshards: bool, found: dict[str, Any], write: Any
-) -> None:
-    """One rank, then two, then each from the other's state."""
+    case: Case, folder: Path, *, on_gpu: bool, reshards: bool, shares: bool, found: dict[str, Any],
+    write: Any,
+) -> None:  # fmt: skip
+    """One rank, then two, then each from the other's state, then two that share rows."""
     from runtime.trainer.group import Placement, TrainerGroup
 
-    async def side(ranks: int, to: str, start: Path | None = None) -> Side:
+    async def side(ranks: int, to: str, start: Path | None = None, context: int = 1) -> Side:
         placement = Placement(
             ranks=ranks, gpus_per_rank=1.0 if on_gpu else 0.0, start_deadline_s=180.0,
             call_deadline_s=120.0, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         )  # fmt: skip
-        group = await TrainerGroup.start(case.settings(), placement, epoch=1)
+        settings = replace(case.settings(), context=context)
+        group = await TrainerGroup.start(settings, placement, epoch=1)
         try:
             made = await make_side(group, case, folder / to, saves=reshards, start=start)
         finally:
@@ -89,6 +93,10 @@ async def run_case(
         found["one from the state of two"] = compare(
             both, await side(1, "one-resumed", both.state), case.model
         )
+        write()
+    if shares:
+        sharing = await side(2, "sharing", context=2)
+        found["two that share rows against one"] = compare(alone, sharing, case.model)
         write()
 
 
@@ -114,7 +122,7 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
             try:
                 await run_case(
                     case, to, on_gpu=not arguments.cpu, reshards=name in arguments.reshard,
-                    found=told, write=write,
+                    shares=name in arguments.sharing, found=told, write=write,
                 )  # fmt: skip
                 break
             except Exception as error:  # a kernel without a deterministic form ends its rank
@@ -132,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default="")
     parser.add_argument("--reshard", default="tiny float32")
+    parser.add_argument("--sharing", default="tiny float32,0.6b float32")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--deadline", type=float, default=280.0)
     parser.add_argument("--out", type=Path)
