@@ -278,7 +278,7 @@ class Bench:
             print(json.dumps({f"timeline {name}": found["timeline"][name]}), flush=True)
         turns = {
             "score": (scoring, flop, 16.0),
-            "step": (ways.stepping(), 3 * flop, 20.0),
+            "step": (ways.stepping(), 3 * flop, 14.0),
             "device": ({"recorded graph": ways.replay}, flop, 5.0),  # last: may spoil the rest
         }
         for kind, (calls, cost, budget_s) in turns.items():

@@ -59,7 +59,6 @@ class Variants:
         """The same for a whole step."""
         return {
             "now": self._step,
-            "transformers' own forward": self._by_transformers(self._step),
             "rotation, 2 warps": self._with_warps(2, self._step),
         }
 
