@@ -18,6 +18,7 @@ from prefect.exceptions import PrefectException, TerminationSignal
 from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect.states import State, StateType
 
+from flows.commands import resubmit_evaluations
 from runtime.evaluation.reading import receipts_of
 from runtime.evaluation.submission import Row
 from runtime.rundir.control import Control
@@ -109,9 +110,20 @@ def test_a_row_of_the_table_links_to_its_job_in_a_word(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_UI_URL: "http://ui"}):
         assert resubmission._as_line(row)["link"] == "[flow run](http://ui/runs/flow-run/id)"
     assert resubmission._as_line(replace(row, job=None))["link"] == ""
-    damaged = resubmission._as_line(replace(row, receipt=None, verdict="reported", why="torn"))
-    assert set(damaged) == set(resubmission._as_line(row))
-    assert (damaged["update"], damaged["pass"]) == (4, "reported: torn")
+
+
+def test_an_evaluation_that_cannot_be_read_has_a_row_like_any_other(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.begin()
+    made.commit(0)
+    made.evaluate(4)
+    ((folder, receipt),) = receipts_of(made.root, made.chain.read())
+    row = Row(root=made.root, folder=folder, receipt=receipt, verdict="done", why="stands")
+    damaged = replace(row, receipt=None, verdict="reported", why="torn")
+    for shown in (resubmission._as_line, resubmit_evaluations._as_object):
+        assert set(shown(damaged)) == set(shown(row))
+        assert (shown(damaged)["update"], shown(damaged)["set"]) == (4, "holdout")
+    assert resubmission._as_line(damaged)["pass"] == "reported: torn"
 
 
 def test_the_summary_shows_results_that_stand_past_what_cannot_be_read(tmp_path: Path) -> None:
