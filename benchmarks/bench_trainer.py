@@ -266,11 +266,6 @@ class Bench:
             "timeline": {},
         }
         print(json.dumps(found), flush=True)  # as it comes: a later part may not
-        if self.device == "cuda":
-            from benchmarks import stats_variants
-
-            found["row_stats"] = _tried(stats_variants.rates)
-            print(json.dumps({"row_stats": repr(found["row_stats"])}), flush=True)
         looked_at = {"score": ways.score, "step": step}
         for name, call in looked_at.items():
             made = _tried(partial(timeline, call, group_of))
@@ -436,8 +431,6 @@ def _show_variants(case: dict[str, Any]) -> list[str]:
         for name, row in case[kind].items():
             away = case["gap_to_now"].get(name) if kind == "score" else None
             lines.append(f"{kind:>7} {name:<26} {row} gap {away}")
-    if isinstance(shapes := case.get("row_stats"), dict):
-        lines += [f"row stats {name:<28} {row}" for name, row in shapes.items()]
     for name, line in case["timeline"].items():
         short = {k: v for k, v in line.items() if k not in ("kernels", "gaps")}
         lines.append(f"timeline {name}: {short}")

@@ -17,6 +17,9 @@ from torch import Tensor
 # Legend: C rows of logits, V vocabulary, N elements.
 
 _BLOCK_V = 4096
+_STATS_TILES = 8
+_STATS_LANES = 1024
+_STATS_WARPS = 4
 _BLOCK_N = 2048
 _BLOCK_I = 1024
 
@@ -32,26 +35,27 @@ def _row_stats(
     vocab,
     row_stride,
     WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    lane = tl.arange(0, BLOCK)
-    # One running maximum and sum per lane: no reduction across lanes until the row is read.
-    top = tl.full([BLOCK], -1.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for at in range(0, vocab, BLOCK):
-        z = tl.load(start + at + lane, mask=at + lane < vocab, other=float("-inf"))
+    place = tl.arange(0, TILES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    # One running maximum and sum per lane: no reduction across lanes until the row is read. Several
+    # elements of a lane at a time: the sum shrinks to a new maximum once for all of them.
+    top = tl.full([LANES], -1.0e38, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES], tl.float32)
+    for at in range(0, vocab, TILES * LANES):
+        z = tl.load(start + at + place, mask=at + place < vocab, other=float("-inf"))
         z = z.to(tl.float32) * inverse_temperature
-        above = z > top
-        small = tl.exp(-tl.abs(z - top))
-        shrink = tl.where(above, small, 1.0)
-        added = tl.where(above, 1.0, small)
-        total = total * shrink + added
+        higher = tl.maximum(top, tl.max(z, 0))
+        shrink = tl.exp(top - higher)
+        added = tl.exp(z - higher[None, :])
+        total = total * shrink + tl.sum(added, 0)
         if WITH_ENTROPY:
-            weighted = weighted * shrink + tl.where(added > 0, added * z, 0.0)
-        top = tl.where(above, z, top)
+            weighted = weighted * shrink + tl.sum(tl.where(added > 0, added * z, 0.0), 0)
+        top = higher
     highest = tl.max(top, 0)
     scale = tl.exp(top - highest)
     mass = tl.sum(total * scale, 0)
@@ -203,7 +207,8 @@ def row_stats(
     entropy_C = torch.zeros_like(logprob_C)
     _row_stats[(rows,)](
         logits_CV, target_C, logprob_C, normaliser_C, entropy_C, 1.0 / temperature, vocab,
-        logits_CV.stride(0), WITH_ENTROPY=with_entropy, BLOCK=_BLOCK_V, num_warps=8,
+        logits_CV.stride(0), WITH_ENTROPY=with_entropy, TILES=_STATS_TILES, LANES=_STATS_LANES,
+        num_warps=_STATS_WARPS,
     )  # fmt: skip
     return logprob_C, normaliser_C, entropy_C
 
