@@ -17,6 +17,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import EndRecord, EpochRecord, Record
+from runtime.session.ends import EndedBy
 
 MOST_WITHOUT_COMMIT = 5
 """Attempts in a row that may be lost before one of them has committed; one that another owner of
@@ -196,11 +197,9 @@ class Watcher:
         if epoch is None:
             return Owner(state="unknown", what="the owner of the run cannot be seen from here")
         if end is not None:
-            failure = end.failure
-            may_follow = failure is not None and failure.retry is RetryBy.LAUNCH
-            is_away = may_follow or end.state == "complete"
-            state = "away" if is_away else "ended"
-            what = f"{_named(epoch)} ended: {failure.message if failure else end.ended_by}"
+            state = "away" if _may_follow(end) else "ended"
+            said = end.failure.message if end.failure else end.ended_by
+            what = f"{_named(epoch)} ended: {said}"
         else:
             gone = self._presence.gone(records)
             state = "alive" if gone is None else "away"
@@ -261,6 +260,16 @@ def last_committing(records: tuple[Record, ...]) -> int:
         return 0
     by = history.newest_epoch(records[: commit.seq])
     return by.attempt if by is not None else 0
+
+
+def _may_follow(end: EndRecord) -> bool:
+    """Whether another attempt has something to do after this end, if only to find the run complete.
+
+    Who is preempted commits and leaves in good order, without a failure.
+    """
+    if end.failure is not None:
+        return end.failure.retry is RetryBy.LAUNCH
+    return end.state == "complete" or end.ended_by == EndedBy.SIGTERM
 
 
 def _named(epoch: EpochRecord) -> str:
