@@ -230,7 +230,9 @@ def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -
         attempt: the attempt's number.
     """
     end = end_of(records, attempt)
-    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not standing.kind.is_over:
+    is_silent = standing.kind in (AttemptClass.FAILED, AttemptClass.STOPPED)
+    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not is_silent:
+        # Where the scheduler knows of a person or of lost hardware, that stands.
         return with_end(standing, end)
     epoch = history.newest_epoch(records)
     if epoch is not None and epoch.attempt == attempt:
