@@ -12,11 +12,13 @@ import anyio.to_thread
 import pytest
 from ray.exceptions import ActorDiedError
 
-from runtime.errors import EngineDead, SessionLost, TrainerLost
+from runtime.errors import EngineDead, SessionLost, TrainerLost, WaitTimeout
 from runtime.session import assembly
 from runtime.session.nodes import Nodes
 from runtime.session.starting import TrainerStart
 from runtime.trainer import group
+from runtime.trainer.actor import Placement
+from runtime.waits import MULTIPLIER
 from tests.runtime.session.attempted import context_of
 
 pytestmark = pytest.mark.anyio
@@ -224,6 +226,17 @@ async def test_an_engine_that_fails_while_ranks_meet_kills_them(world: World) ->
     assert raised.group_contains(EngineDead)
     assert_one_cause(raised.value)
     assert world.story[-3:] == ["rank killed", "engines stopped", "Ray stopped"]
+
+
+async def test_ranks_have_longer_on_a_machine_that_is_slow(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MULTIPLIER, "3")
+    world.rank = anyio.sleep_forever
+    settings: Any = SimpleNamespace(distributed_timeout_s=600.0)
+    with pytest.raises(WaitTimeout, match=r"within 0\.06 s"):
+        await group.TrainerGroup.start(settings, Placement(start_deadline_s=0.02), epoch=1)
+    assert world.story[-1] == "rank killed"
 
 
 async def test_what_was_started_ends_in_order(world: World) -> None:
