@@ -37,6 +37,7 @@ class Decision:
 
     what: Literal["wait", "again", "over"]
     why: str = ""
+    """Empty where an attempt is waited for that simply is not over."""
     delay_s: float = 0.0
     """Before another attempt is submitted."""
     lost_attempt: int = 0
@@ -108,8 +109,10 @@ def decide_turned_away(
     """
     if auto_resume != "milepost":
         return Decision(what="over", why=_whose(auto_resume))
-    if owner.state == "alive" or any(not rank.kind.is_over for rank in standing.ranks):
-        return Decision(what="wait", why=owner.what)
+    if owner.state == "alive":
+        return Decision(what="wait", why=f"{owner.what}; `milepost stop` ends it")
+    if any(not rank.kind.is_over for rank in standing.ranks):
+        return Decision(what="wait", why="other ranks of it still run")
     if owner.state == "ended":
         return Decision(what="over", why=owner.what)
     if in_a_row >= MOST_TURNED_AWAY:

@@ -11,7 +11,8 @@ import pytest
 from configs.load import LoadedRun, load_run
 from runtime.clock import ManualClock
 from runtime.errors import ContractViolation, Interrupted, OwnedError, RunError
-from runtime.launch.driving import ending
+from runtime.launch import driving
+from runtime.launch.driving import News, ending
 from runtime.launch.ray_jobs import RayJobs, classify
 from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass, AttemptStanding, RankStanding, of_ranks
@@ -121,6 +122,35 @@ def test_only_its_own_exit_status_says_so(root: RunRoot) -> None:
         assert (standing.kind, standing.is_turned_away) == (AttemptClass.FAILED, False)
     live = AttemptStanding(kind=AttemptClass.RUNNING, raw="x", exit_code=3)
     assert told(live, Chain(root).read(), 2) == live
+
+
+def test_whoever_waits_for_an_owner_is_told_of_it_once(root: RunRoot, tmp_path: Path) -> None:
+    own(root, attempt=1)
+    watching = watcher(root, tmp_path)
+    watching.look = lambda attempt: turned_away(root, attempt)
+    said: list[str] = []
+    looks = iter(range(4))
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 3:
+            end(root, ended("training", "sigterm"))
+
+    _, decision = driving._over(watching, 2, said.append, sleep)
+    assert decision.what == "again"
+    owner = "attempt 1 (epoch 1, pid 7 on elsewhere) has the run"
+    waits = [line for line in said if "waits" in line]
+    assert waits == [f"attempt 2 waits: {owner}; `milepost stop` ends it"]
+
+
+def test_what_is_waited_for_is_said_when_it_changes() -> None:
+    runs = AttemptStanding(kind=AttemptClass.RUNNING, raw="x")
+    news = News(2)
+    assert news.of(runs, Decision(what="wait")) == ["attempt 2: running (x) "]
+    assert news.of(runs, Decision(what="wait")) == []
+    for why in ("rank 1", "rank 2"):
+        assert news.of(runs, Decision(what="wait", why=why)) == [f"attempt 2 waits: {why}"]
+        assert news.of(runs, Decision(what="wait", why=why)) == []
+    assert news.of(runs, Decision(what="again", why="rank 3")) == []
 
 
 def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
