@@ -110,7 +110,7 @@ def decide_turned_away(
     if auto_resume != "milepost":
         return Decision(what="over", why=_whose(auto_resume))
     if owner.state == "alive":
-        return Decision(what="wait", why=f"{owner.what}; `milepost stop` ends it")
+        return _waiting_for(owner)
     if any(not rank.kind.is_over for rank in standing.ranks):
         return Decision(what="wait", why="other ranks of it still run")
     if owner.state == "ended":
@@ -169,7 +169,10 @@ class Watcher:
         return standing
 
     def decide(self, attempt: int, standing: AttemptStanding) -> Decision:
-        """What follows; see ``decide`` and ``decide_turned_away``."""
+        """What follows; see ``decide`` and ``decide_turned_away``.
+
+        No attempt is sent while an older one may own the run, as far as that can be seen from here.
+        """
         records = self._records()
         if standing.is_turned_away:
             return decide_turned_away(
@@ -181,7 +184,7 @@ class Watcher:
             )
         end, committing = end_of(records, attempt), last_committing(records)
         failure = end.failure if end is not None else None
-        return decide(
+        decision = decide(
             standing,
             attempt=attempt,
             auto_resume=self._spec.launch.auto_resume,
@@ -191,6 +194,12 @@ class Watcher:
             and not failure.is_exempt
             and history.is_deterministic(records, failure.fingerprint),
         )
+        epoch = history.newest_epoch(records)
+        if decision.what == "again" and epoch is not None and epoch.attempt < attempt:
+            # An older one that was lost by mistake would turn the next away.
+            owner = self._owner(records)
+            return _waiting_for(owner) if owner.state == "alive" else decision
+        return decision
 
     def _records(self) -> tuple[Record, ...]:
         return Chain(self._root).read() if self._can_read else ()
@@ -219,6 +228,10 @@ class Watcher:
     def _was_turned_away(self, attempt: int) -> bool:
         receipt = self.receipt(attempt)
         return receipt is not None and receipt.turned_away
+
+
+def _waiting_for(owner: Owner) -> Decision:
+    return Decision(what="wait", why=f"{owner.what}; `milepost stop` ends it")
 
 
 def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -> AttemptStanding:
