@@ -19,8 +19,8 @@ from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
 from runtime.errors import RetryBy, RunError
 from runtime.launch.attempts import Launch
-from runtime.launch.driving import ending
-from runtime.launch.standing import AttemptClass, AttemptStanding
+from runtime.launch.driving import News, ending
+from runtime.launch.standing import AttemptStanding
 from runtime.launch.submission import canonical_json
 from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
 from runtime.launch.watching import Decision, Watcher
@@ -125,15 +125,12 @@ def watch(run: Run, attempt: int) -> Watched:
     the run file lets it.
     """
     watcher = Watcher(run.loaded, run.sender)
-    last: tuple[AttemptClass, str] | None = None
+    news = News(attempt)
     while True:
         standing = watcher.look(attempt)
-        if (standing.kind, standing.raw) != last:
-            last = (standing.kind, standing.raw)
-            get_run_logger().info(
-                "attempt %s: %s (%s) %s", attempt, standing.kind, standing.raw, standing.reason
-            )
         decision = watcher.decide(attempt, standing)
+        for line in news.of(standing, decision):
+            get_run_logger().info("%s", line)
         if decision.what != "wait":
             _show_standing(run, attempt, standing)
             return Watched(attempt=attempt, standing=standing, decision=decision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import aiohttp
@@ -33,9 +34,11 @@ class Connection:
         self._max_connections = max_connections
         self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def close(self) -> None:
-        """Close idle connections."""
+        """Close all connections, for good: a call that comes later, or runs, fails. Idempotent."""
+        self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -60,12 +63,20 @@ class Connection:
             The status, and the parsed JSON or the text of the body.
 
         Raises:
-            TransportError: if the connection is refused, reset or lost; the request may have run.
+            TransportError: if the connection is refused, reset or lost, and the request may have
+                run; or if this was closed before, and nothing was sent.
             ContractViolation: if the body of a 200 claims to be JSON and is not.
         """
         try:
             async with self._open().request(method, self._url + path, data=raw) as response:
                 content = await response.read()
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                # Nobody cancelled the caller: aiohttp does that to who waits for a connection of a
+                # session that is being closed, and its task would end without a word.
+                raise self._closed() from error
+            raise
         except aiohttp.ConnectionTimeoutError as error:
             raise TransportError(f"no connection to {self._url}", url=self._url) from error
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -84,6 +95,9 @@ class Connection:
         return response.status, content.decode(errors="replace")
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            # Whoever still holds it asks an engine that is gone: nobody would close a new session.
+            raise self._closed()
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=self._max_connections, keepalive_timeout=CLIENT_KEEPALIVE_S
@@ -100,3 +114,6 @@ class Connection:
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )
         return self._session
+
+    def _closed(self) -> TransportError:
+        return TransportError(f"the client of {self._url} was closed", url=self._url)

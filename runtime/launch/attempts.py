@@ -78,7 +78,8 @@ def win_or_attach(
     if history.is_complete(records):
         return Launch(how="complete", attempt=last), None
     waiting = pending_of(newest, records, here)
-    # It was only made because those before it were lost.
+    # One before it may have been lost by mistake, and be back: whoever names a lost attempt has
+    # looked for the owner where it can, and the lease decides.
     lost = lost_attempt or 0
     if waiting is not None and not waiting.is_over and waiting.attempt.number > lost:
         return _attach(waiting.attempt, waiting.claim, claim, spec_json), None

@@ -89,7 +89,8 @@ def newest_per_rank(jobs: Iterable[Any]) -> dict[int, Any]:
 
 def _rank(rank: int, job: Any) -> RankStanding:
     kind, raw, reason, code = _classify(job.status)
-    is_failed = kind is AttemptClass.FAILED and job.status.HasField("exit_code")
+    # One that was ended because of a sibling may have left with a word of its own before.
+    is_told = kind is AttemptClass.FAILED or (kind.is_over and code in _SIBLINGS)
     return RankStanding(
         rank=rank,
         kind=kind,
@@ -98,7 +99,7 @@ def _rank(rank: int, job: Any) -> RankStanding:
         host=job.assignment_details.node_id,
         job=job.id,
         is_secondary=code in _SIBLINGS,
-        exit_code=job.status.exit_code if is_failed else None,
+        exit_code=job.status.exit_code if is_told and job.status.HasField("exit_code") else None,
     )
 
 

@@ -51,6 +51,24 @@ def see_through(
         launch = submit_run(loaded, sender, reason=decision.why, lost_attempt=lost)
 
 
+class News:
+    """What a look at an attempt says that the last one did not: a line each."""
+
+    def __init__(self, attempt: int) -> None:
+        """Nothing was said of the attempt yet."""
+        self._attempt = attempt
+        self._standing = self._waiting = ""
+
+    def of(self, standing: AttemptStanding, decision: Decision) -> list[str]:
+        """The lines to say now; remembers them."""
+        before = self._standing, self._waiting
+        told = f"attempt {self._attempt}: {standing.kind} ({standing.raw}) {standing.reason}"
+        why = decision.why if decision.what == "wait" else ""
+        waits = f"attempt {self._attempt} waits: {why}" if why else ""
+        self._standing, self._waiting = told, waits
+        return [now for now, was in zip((told, waits), before, strict=True) if now and now != was]
+
+
 def ending(attempt: int, standing: AttemptStanding, decision: Decision) -> RunError:
     """The error that stands for an attempt after which no other follows."""
     message = f"attempt {attempt}: {standing.kind} ({standing.raw}) {standing.reason}; "
@@ -70,7 +88,7 @@ def _over(
     say: Callable[[str], object],
     sleep: Callable[[float], None],
 ) -> tuple[AttemptStanding, Decision]:
-    last, silences = "", 0
+    news, silences = News(attempt), 0
     while True:
         try:
             standing = watcher.look(attempt)
@@ -81,11 +99,9 @@ def _over(
                 raise
         else:
             silences = 0
-            told = f"attempt {attempt}: {standing.kind} ({standing.raw}) {standing.reason}"
-            if told != last:
-                last = told
-                say(told)
             decision = watcher.decide(attempt, standing)
+            for line in news.of(standing, decision):
+                say(line)
             if decision.what != "wait":
                 return standing, decision
         sleep(_POLL_S)

@@ -75,7 +75,7 @@ class AttemptStanding:
     raw: str
     reason: str = ""
     exit_code: int | None = None
-    """The guard's; None while it runs, or where the scheduler does not tell."""
+    """The guard's, which is rank 0's; None while it runs, or where the scheduler does not tell."""
     is_turned_away: bool = False
     """Another process owned the run: this attempt trained nothing, or nothing more."""
     ranks: tuple[RankStanding, ...] = ()
@@ -90,11 +90,18 @@ class AttemptStanding:
 def of_ranks(ranks: Sequence[RankStanding], oddities: Sequence[str] = ()) -> AttemptStanding:
     """The class of a group from its ranks: who was hit first counts, not who followed.
 
+    Rank 0 has the guard. Any other rank leaves as soon as rank 0's Ray does, and then its exit says
+    nothing of why: it waits for rank 0 to be over.
+
     Args:
         ranks: the newest job of each rank; at least one.
         oddities: what is off about the group.
     """
-    first = [each for each in ranks if not each.is_secondary] or list(ranks)
+    leader = next((each for each in ranks if each.rank == 0), None)
+    counted = list(ranks)
+    if leader is not None and not leader.kind.is_over:
+        counted = [each for each in ranks if each.kind is not AttemptClass.FAILED]
+    first = [each for each in counted if not each.is_secondary] or counted
     over = [each for each in first if each.kind.is_over]
     # Ranks that still run beside one that was taken away only have not heard of it yet.
     kinds = [each.kind for each in first]
@@ -105,7 +112,7 @@ def of_ranks(ranks: Sequence[RankStanding], oddities: Sequence[str] = ()) -> Att
         kind=kind,
         raw=chosen.raw,
         reason=chosen.reason if len(ranks) == 1 else _of_rank(chosen),
-        exit_code=chosen.exit_code,
+        exit_code=leader.exit_code if leader is not None else None,
         ranks=tuple(sorted(ranks, key=lambda each: each.rank)),
         oddities=tuple(oddities),
     )

@@ -17,6 +17,7 @@ from runtime.rundir.layout import RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import EndRecord, EpochRecord, Record
+from runtime.session.ends import EndedBy
 
 MOST_WITHOUT_COMMIT = 5
 """Attempts in a row that may be lost before one of them has committed; one that another owner of
@@ -36,6 +37,7 @@ class Decision:
 
     what: Literal["wait", "again", "over"]
     why: str = ""
+    """Empty where an attempt is waited for that simply is not over."""
     delay_s: float = 0.0
     """Before another attempt is submitted."""
     lost_attempt: int = 0
@@ -107,8 +109,10 @@ def decide_turned_away(
     """
     if auto_resume != "milepost":
         return Decision(what="over", why=_whose(auto_resume))
-    if owner.state == "alive" or any(not rank.kind.is_over for rank in standing.ranks):
-        return Decision(what="wait", why=owner.what)
+    if owner.state == "alive":
+        return _waiting_for(owner)
+    if any(not rank.kind.is_over for rank in standing.ranks):
+        return Decision(what="wait", why="other ranks of it still run")
     if owner.state == "ended":
         return Decision(what="over", why=owner.what)
     if in_a_row >= MOST_TURNED_AWAY:
@@ -165,7 +169,10 @@ class Watcher:
         return standing
 
     def decide(self, attempt: int, standing: AttemptStanding) -> Decision:
-        """What follows; see ``decide`` and ``decide_turned_away``."""
+        """What follows; see ``decide`` and ``decide_turned_away``.
+
+        No attempt is sent while an older one may own the run, as far as that can be seen from here.
+        """
         records = self._records()
         if standing.is_turned_away:
             return decide_turned_away(
@@ -177,7 +184,7 @@ class Watcher:
             )
         end, committing = end_of(records, attempt), last_committing(records)
         failure = end.failure if end is not None else None
-        return decide(
+        decision = decide(
             standing,
             attempt=attempt,
             auto_resume=self._spec.launch.auto_resume,
@@ -187,6 +194,12 @@ class Watcher:
             and not failure.is_exempt
             and history.is_deterministic(records, failure.fingerprint),
         )
+        epoch = history.newest_epoch(records)
+        if decision.what == "again" and epoch is not None and epoch.attempt < attempt:
+            # An older one that was lost by mistake would turn the next away.
+            owner = self._owner(records)
+            return _waiting_for(owner) if owner.state == "alive" else decision
+        return decision
 
     def _records(self) -> tuple[Record, ...]:
         return Chain(self._root).read() if self._can_read else ()
@@ -196,11 +209,9 @@ class Watcher:
         if epoch is None:
             return Owner(state="unknown", what="the owner of the run cannot be seen from here")
         if end is not None:
-            failure = end.failure
-            may_follow = failure is not None and failure.retry is RetryBy.LAUNCH
-            is_away = may_follow or end.state == "complete"
-            state = "away" if is_away else "ended"
-            what = f"{_named(epoch)} ended: {failure.message if failure else end.ended_by}"
+            state = "away" if _may_follow(end) else "ended"
+            said = end.failure.message if end.failure else end.ended_by
+            what = f"{_named(epoch)} ended: {said}"
         else:
             gone = self._presence.gone(records)
             state = "alive" if gone is None else "away"
@@ -219,6 +230,10 @@ class Watcher:
         return receipt is not None and receipt.turned_away
 
 
+def _waiting_for(owner: Owner) -> Decision:
+    return Decision(what="wait", why=f"{owner.what}; `milepost stop` ends it")
+
+
 def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -> AttemptStanding:
     """What the scheduler says, and what history knows of it: the class that counts.
 
@@ -231,7 +246,9 @@ def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -
         attempt: the attempt's number.
     """
     end = end_of(records, attempt)
-    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not standing.kind.is_over:
+    is_silent = standing.kind in (AttemptClass.FAILED, AttemptClass.STOPPED)
+    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not is_silent:
+        # Where the scheduler knows of a person or of lost hardware, that stands.
         return with_end(standing, end)
     epoch = history.newest_epoch(records)
     if epoch is not None and epoch.attempt == attempt:
@@ -261,6 +278,16 @@ def last_committing(records: tuple[Record, ...]) -> int:
         return 0
     by = history.newest_epoch(records[: commit.seq])
     return by.attempt if by is not None else 0
+
+
+def _may_follow(end: EndRecord) -> bool:
+    """Whether another attempt has something to do after this end, if only to find the run complete.
+
+    Who is preempted commits and leaves in good order, without a failure.
+    """
+    if end.failure is not None:
+        return end.failure.retry is RetryBy.LAUNCH
+    return end.state == "complete" or end.ended_by == EndedBy.SIGTERM
 
 
 def _named(epoch: EpochRecord) -> str:

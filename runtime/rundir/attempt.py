@@ -15,7 +15,7 @@ from runtime.rundir.workflow import Counts
 
 EXIT_NOT_OWNER = 3
 """A guard's exit status: another process owns the run, or became its owner; this one wrote nothing
-more."""
+more of the run. Where it never was the owner, ``turned-away.json`` in its own folder says so."""
 
 
 class _File(BaseModel):
@@ -66,6 +66,15 @@ class Started(_File):
     pid: int
     started: float | None
     """Seconds since boot; None if it was gone at once."""
+
+
+class TurnedAway(_File):
+    """A guard left without having owned the run; for whoever cannot see its process."""
+
+    pid: int
+    host: str
+    reason: str
+    time: float
 
 
 class AttemptFile(_File):

@@ -26,7 +26,8 @@ class Pending:
     attempt: AttemptDir
     claim: Claim
     is_over: bool
-    """Its launcher or guard is known to be gone; of a scheduler's job that is never known here."""
+    """Its launcher or guard is known to be gone; of a scheduler's job only where its guard said so
+    itself, on being turned away."""
 
 
 def make_claim(*, launcher: str, spec_digest: str, training_digest: str, time: float) -> Claim:
@@ -100,6 +101,8 @@ def pending_of(
 
 
 def _is_over(attempt: AttemptDir, claim: Claim, here: HostBoot) -> bool:
+    if attempt.turned_away.exists():
+        return True
     where = HostBoot(claim.host, claim.boot_id)
     if claim.launcher == LOCAL and here.has_restarted_since(where):
         return True

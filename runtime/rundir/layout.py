@@ -247,6 +247,11 @@ class AttemptDir:
         return self.path / "outcome.json"
 
     @property
+    def turned_away(self) -> Path:
+        """A guard left without having owned the run; removed by the next guard of the attempt."""
+        return self.path / "turned-away.json"
+
+    @property
     def processes(self) -> Path:
         """Every process of the attempt, entered before its exec."""
         return self.path / "processes.jsonl"

@@ -11,13 +11,12 @@ import os
 import secrets
 import shutil
 import signal
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from runtime.errors import SessionLost
 from runtime.session.nodes import Nodes
+from runtime.session.ray_thread import RayThread
 
 STORE_BYTES = 128 * 2**20
 """Ray's object store on a node: commands and small answers go through it, weights never do."""
@@ -66,31 +65,29 @@ class SessionRay(Protocol):
         ...
 
     def start(self) -> None:
-        """Make it answer; blocks, with a deadline.
+        """Make it answer; blocks, with a deadline, or until ``stop``.
 
         Raises:
-            SessionError: if it does not.
+            SessionError: if it does not, or ``stop`` was called first.
         """
         ...
 
     def stop(self) -> None:
-        """Let go of it. Idempotent."""
+        """Let go of it, also from another thread while ``start`` waits. Idempotent; blocks."""
         ...
 
 
 class LocalRay:
     """A one-node Ray below ``folder``; ``set_environment`` comes before.
 
-    Its processes get a parent-death signal, and the kernel takes the *thread* that started them
-    for the parent: so they are started by one thread that lives until ``stop``.
+    Its processes get a parent-death signal of the thread that started them: it lives until
+    ``stop``.
     """
 
     def __init__(self, folder: Path, *, num_gpus: int = 0) -> None:
         self._folder = folder
         self._num_gpus = num_gpus
-        self._is_over = threading.Event()
-        self._started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+        self._thread = RayThread(self._connect, self._disconnect)
 
     @property
     def nodes(self) -> Nodes:
@@ -101,11 +98,12 @@ class LocalRay:
         """Start it and wait until it answers.
 
         Raises:
-            SessionLost: if it does not start; with Ray's own words.
+            SessionLost: if it does not start, with Ray's own words; or if it was stopped first.
         """
-        self._thread.start()
         try:
-            self._started.result(_START_DEADLINE_S)
+            self._thread.start(_START_DEADLINE_S)
+        except SessionLost:
+            raise
         except TimeoutError as error:
             raise SessionLost(f"Ray did not start within {_START_DEADLINE_S:g} s") from error
         except Exception as error:  # whatever Ray raises: none of its classes is about starting
@@ -113,31 +111,27 @@ class LocalRay:
 
     def stop(self) -> None:
         """End all of it and remove the folder. Idempotent."""
-        self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join(_STOP_DEADLINE_S)
+        self._thread.end(_STOP_DEADLINE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _live(self) -> None:
+    def _connect(self) -> None:
         import ray
 
-        try:
-            ray.init(
-                address="local",
-                num_cpus=os.cpu_count() or 1,
-                num_gpus=self._num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=STORE_BYTES,
-                _temp_dir=str(self._folder / "ray"),
-                _node_ip_address="127.0.0.1",
-            )
-        except BaseException as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(None)
-        self._is_over.wait()
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count() or 1,
+            num_gpus=self._num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=STORE_BYTES,
+            _temp_dir=str(self._folder / "ray"),
+            _node_ip_address="127.0.0.1",
+        )
+
+    def _disconnect(self) -> None:
+        import ray
+
         ray.shutdown()
 
 

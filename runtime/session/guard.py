@@ -21,7 +21,7 @@ from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, results, workflow
-from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile, Outcome
+from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile, Outcome, TurnedAway
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
 from runtime.rundir.journal import Journal
@@ -85,6 +85,7 @@ class Guard:
         self._chain = Chain(self._root)
         self._journal = Journal(attempt, epoch=0, role="guard", clock=self._clock)
         self._is_terminated = False
+        self._has_owned = False
 
     def terminate(self) -> None:
         """Ask the session to end within its grace; safe to call from a signal handler."""
@@ -98,6 +99,8 @@ class Guard:
             DiskFull: if not even the epoch record could be written; nothing was started.
         """
         self._root.create()
+        # A scheduler may start the job of an attempt again.
+        self._attempt.turned_away.unlink(missing_ok=True)
         records = self._chain.read()
         lease = RunLease(
             self._root,
@@ -108,11 +111,12 @@ class Guard:
         try:
             lease.acquire(records, self._here)
         except (OwnedError, Interrupted) as error:
-            # Said in our own log alone: who does not own the run writes nothing of it.
-            return self._say(error.message, EXIT_NOT_OWNER)
+            return self._turned_away(error.message)
         try:
             return self._own(lease)
         except FencedError as error:
+            if not self._has_owned:
+                return self._turned_away(error.message)
             return self._say(error.message, EXIT_NOT_OWNER)
         finally:
             lease.release()
@@ -140,6 +144,7 @@ class Guard:
             # The epoch that finds nothing to restore undoes nothing, and ends with what was found.
             choice, problem = Choice(commit=history.newest_commit(records)), error
         epoch = self._take_epoch(choice, lease.duration_s)
+        self._has_owned = True
         self._journal = Journal(self._attempt, epoch=epoch.epoch, role="guard", clock=self._clock)
         self._journal.set_reserve()
         self._journal.append(Event.EPOCH_TAKEN, restored=epoch.restored, reason=epoch.reason)
@@ -309,6 +314,16 @@ class Guard:
 
     def _show(self, view: workflow.Workflow, epoch: int) -> None:
         show(self._root, view, epoch=epoch, clock=self._clock)
+
+    def _turned_away(self, reason: str) -> int:
+        """Say it in our own folder alone: who does not own the run writes nothing of it."""
+        said = TurnedAway(
+            pid=os.getpid(), host=self._here.host, reason=reason, time=self._clock.time()
+        )
+        # Without it the attempt is waited for longer, and nothing else.
+        with suppress(OSError, StoreError):
+            atomic.write_bytes(self._attempt.turned_away, said.encode(), durable=True)
+        return self._say(reason, EXIT_NOT_OWNER)
 
     def _sleep(self, seconds: float) -> None:
         if self._is_terminated:

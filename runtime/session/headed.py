@@ -115,10 +115,12 @@ class HeadRay(JoinedRay):
             alive: list[dict[str, Any]] = [each for each in ray.nodes() if each["Alive"]]
             if len(alive) >= wanted:
                 return
-            if waited_s >= self._deadline_s or self._beating.wait(1.0):
+            self._thread.raise_if_over()
+            if waited_s >= self._deadline_s:
                 there = ", ".join(str(each["NodeManagerAddress"]) for each in alive)
                 raise GroupIncomplete(
                     f"{len(alive)} of {wanted} replicas joined within {self._deadline_s:g} s: "
                     f"{there}"
                 )
+            self._thread.is_over.wait(1.0)
             waited_s += 1.0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
-from concurrent.futures import Future
+import time
 from typing import Any
 
 from configs.topology import Topology
 from runtime.errors import RunError, SessionLost, WaitTimeout
 from runtime.session.nodes import Node, Nodes
+from runtime.session.ray_thread import RayThread
 
 START_DEADLINE_S = 120.0
-_WARN_S = 30.0
+_STOP_DEADLINE_S = 30.0
+_LOOK_S = 1.0
+"""Between looks whether anybody still wants the nodes that are waited for."""
 
 
 class JoinedRay:
@@ -39,10 +41,7 @@ class JoinedRay:
         self._env = env
         self._deadline_s = placement_deadline_s
         self._nodes = Nodes()
-        self._is_over = threading.Event()
-        self._started: Future[None] = Future()
-        # Ray's connection belongs to the thread that made it for as long as that lives.
-        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+        self._thread = RayThread(self._come_up, self._disconnect)
 
     @property
     def nodes(self) -> Nodes:
@@ -53,12 +52,11 @@ class JoinedRay:
         """Connect, reserve one bundle a node on distinct nodes, and learn their addresses.
 
         Raises:
-            SessionLost: if the cluster does not answer.
+            SessionLost: if the cluster does not answer, or this was stopped first.
             WaitTimeout: if the nodes were not free in time; says what was asked and what there is.
         """
-        self._thread.start()
         try:
-            self._started.result(START_DEADLINE_S + self._deadline_s)
+            self._thread.start(START_DEADLINE_S + self._deadline_s)
         except RunError:
             raise
         except TimeoutError as error:
@@ -73,21 +71,13 @@ class JoinedRay:
 
         The cluster goes on.
         """
-        self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join(_WARN_S)
+        self._thread.end(_STOP_DEADLINE_S)
+        # Nobody can be asked about them any more.
+        self._nodes = Nodes()
 
-    def _live(self) -> None:
-        try:
-            self._connect()
-            self._nodes = self._reserve()
-        except BaseException as error:
-            self._started.set_exception(error)
-            self._disconnect()
-            return
-        self._started.set_result(None)
-        self._is_over.wait()
-        self._disconnect()
+    def _come_up(self) -> None:
+        self._connect()
+        self._nodes = self._reserve()
 
     def _connect(self) -> None:
         import ray
@@ -109,11 +99,14 @@ class JoinedRay:
 
         bundles = [self._bundle() for _ in range(self._topology.replicas)]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if not group.wait(self._deadline_s):
-            raise WaitTimeout(
-                f"{len(bundles)} nodes with {bundles[0]} each were not free within "
-                f"{self._deadline_s:g} s; the cluster has {_inventory()}"
-            )
+        until = time.monotonic() + self._deadline_s
+        while not group.wait(min(_LOOK_S, self._deadline_s)):
+            self._thread.raise_if_over()
+            if time.monotonic() >= until:
+                raise WaitTimeout(
+                    f"{len(bundles)} nodes with {bundles[0]} each were not free within "
+                    f"{self._deadline_s:g} s; the cluster has {_inventory()}"
+                )
         places: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         addresses = _addresses()
         nodes = tuple(

@@ -11,8 +11,10 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
+from runtime.errors import SessionLost
 from runtime.session.cluster import SessionRay, take_signals_back
 from runtime.session.ground import Ground
 from runtime.session.member import join_attempt
@@ -20,6 +22,9 @@ from runtime.telemetry.timing import Stage
 from runtime.trainer.actor import Placement
 from runtime.trainer.group import TrainerGroup
 from runtime.trainer.settings import from_spec
+
+_LEAVE_S = 60.0
+"""For a start that was given up to be over: Ray lets go of who waits for it, actors are killed."""
 
 
 class TrainerStart:
@@ -30,7 +35,7 @@ class TrainerStart:
 
         Args:
             ground: of the session; its task group does the work.
-            own_ray: started first; ended by others.
+            own_ray: started first; ended by others, but for a start that is given up.
         """
         self._ground = ground
         self._ray = own_ray
@@ -61,18 +66,23 @@ class TrainerStart:
         """Wait for the ranks.
 
         Raises:
-            SessionError: if Ray or the ranks did not come up.
+            SessionError: if Ray or the ranks did not come up, or the start was given up.
         """
         await self._over.wait()
         if self._error is not None:
             raise self._error
-        assert self._trainer is not None  # the start was given up, and whoever did asks no more
+        if self._trainer is None:
+            raise SessionLost("the trainer's start was given up")
         return self._trainer
 
     async def shutdown(self) -> None:
-        """End the trainer, or give its start up. Idempotent."""
+        """End the trainer, or give its start up, and Ray's with it. Idempotent."""
         self._scope.cancel()
-        await self._over.wait()
+        if not (self._ray_is_up.is_set() or self._over.is_set()):
+            # A thread waits there, which no cancellation reaches.
+            await anyio.to_thread.run_sync(self._ray.stop)
+        with anyio.move_on_after(_LEAVE_S):
+            await self._over.wait()
         if self._trainer is not None:
             await self._trainer.shutdown()
 
@@ -81,11 +91,14 @@ class TrainerStart:
             with self._scope:
                 await anyio.to_thread.run_sync(self._ray.start)
                 take_signals_back()
+                await anyio.lowlevel.checkpoint()  # the thread is waited for, cancelled or not
                 self._ray_is_up.set()
                 with self._ground.recorder.timing.stage(Stage.START_TRAINER):
                     self._trainer = await self._start()
         except Exception as error:  # told to who waits for the trainer, and nobody else
-            self._error = error
+            # Whoever gave the start up is told nothing of how it ended.
+            if not self._scope.cancel_called:
+                self._error = error
         finally:
             self._over.set()
 

@@ -134,6 +134,9 @@ def look(
         # It ended, or changed hands, between our looks.
         records, stale = again, None
     waiting = pending(root, records, here)
+    is_owned = history.newest_epoch(records) is not None and history.current_end(records) is None
+    if waiting is not None and waiting.is_over and is_owned and stale is None:
+        waiting = None  # the owner turned it away, and goes on
     if waiting is not None and not waiting.is_over:
         stale = None
     elif waiting is not None and not history.is_complete(records):

@@ -28,7 +28,7 @@ class Placement:
     host: str = LOOPBACK
     """Address of rank 0 for the rendezvous; loopback when all ranks share a host."""
     start_deadline_s: float = 300.0
-    """From the first actor asked for to all ranks joined."""
+    """From the first actor asked for to all ranks joined; stretched, as engines load beside it."""
     call_deadline_s: float = 3600.0
     """Of one call, an update included; collectives inside have the run's distributed timeout."""
     env: Mapping[str, str] | None = None

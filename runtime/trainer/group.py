@@ -27,6 +27,7 @@ from runtime.trainer.actor import Placement, make_actor
 from runtime.trainer.operations import Operation, RankInfo
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
+from runtime.waits import stretched
 
 if TYPE_CHECKING:
     from runtime.publication.groups import GroupPlan
@@ -78,20 +79,20 @@ class TrainerGroup:
             TrainerLost: if a rank dies on the way.
         """
         placement = placement or Placement()
+        limit_s = stretched("readiness", placement.start_deadline_s)
         actors = [
             make_actor(settings, placement, rank, epoch, on_start)
             for rank in range(placement.ranks)
         ]
         group = cls(actors, [], placement, epoch)
         try:
-            with anyio.fail_after(placement.start_deadline_s):
+            with anyio.fail_after(limit_s):
                 await group._rendezvous(settings.distributed_timeout_s)
         except BaseException as exc:
             group._kill()
             if isinstance(exc, TimeoutError):
                 raise WaitTimeout(
-                    f"{placement.ranks} trainer rank(s) did not start and join within "
-                    f"{placement.start_deadline_s:g} s"
+                    f"{placement.ranks} trainer rank(s) did not start and join within {limit_s:g} s"
                 ) from exc
             raise
         return group

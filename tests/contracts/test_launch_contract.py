@@ -268,6 +268,27 @@ def test_an_attempt_that_the_owner_turns_away_waits_for_it_and_uses_none_up(
     assert kept == {1: False, 2: True, 3: False}
 
 
+def test_what_was_taken_away_beside_a_living_owner_is_not_followed_yet(
+    scheduler: SchedulerWorld,
+) -> None:
+    """The second goes before its guard could be turned away: the third would be, in its place."""
+    loaded, clock = scheduler.loaded(), ManualClock()
+    watcher = Watcher(loaded, replace(scheduler.sender(), clock=clock))
+    scheduler.launch(loaded)
+    own(scheduler.root, attempt=1)
+    scheduler.launch(loaded, lost_attempt=1)
+    scheduler.become(scheduler.submission(loaded, 2).key, "taken")
+    for _ in range(3):
+        waits = watcher.decide(2, watcher.look(2))
+        assert (waits.what, "attempt 1 (epoch 1" in waits.why) == ("wait", True)
+        clock.advance(LEASE_S / 2)
+        refresh(scheduler.root, clock)
+    for seconds in (LEASE_S + 1, LEASE_S / 10):
+        assert watcher.decide(2, watcher.look(2)).what == "wait"
+        clock.advance(seconds)
+    assert watcher.decide(2, watcher.look(2)).what == "again"
+
+
 def test_who_owned_the_run_and_lost_its_lease_was_interrupted(scheduler: SchedulerWorld) -> None:
     loaded = scheduler.loaded()
     scheduler.launch(loaded)
@@ -277,8 +298,9 @@ def test_who_owned_the_run_and_lost_its_lease_was_interrupted(scheduler: Schedul
     assert (standing.kind, standing.is_turned_away) == (AttemptClass.INTERRUPTED, False)
     assert "lease" in standing.reason
     # Counted like any other that was lost: a file system that keeps no lease is not tried for ever.
-    decisions = [scheduler.watcher(loaded).decide(n, standing).what for n in (4, 5)]
-    assert decisions == ["again", "over"]
+    for epoch, (attempt, follows) in enumerate(((4, "again"), (5, "over")), start=2):
+        own(scheduler.root, attempt=attempt, epoch=epoch)
+        assert scheduler.watcher(loaded).decide(attempt, standing).what == follows
 
 
 def test_what_its_scheduler_forgot_is_over_and_did_not_succeed(scheduler: SchedulerWorld) -> None:

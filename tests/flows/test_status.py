@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 from runtime.clock import ManualClock
 from runtime.policy import PolicyId
+from runtime.rundir.attempt import TurnedAway
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot, ProcessRegistry
 from runtime.session.status import look
@@ -187,6 +188,19 @@ def test_an_attempt_that_died_before_it_owned_the_run_is_6(made: MadeRun) -> Non
     status = look(made.root)
     assert status.exit_code == 6
     assert "guard.log" in str(status.stale)
+
+
+def test_an_attempt_that_was_turned_away_is_not_the_runs(made: MadeRun) -> None:
+    """Somebody took the owner for lost, and it was not."""
+    made.begin()
+    made.commit(0)
+    made.view(update=1)
+    made.claim(2)
+    mark = TurnedAway(pid=7, host="elsewhere", reason="owned", time=0.0)
+    made.root.attempt(2).turned_away.write_bytes(mark.encode())
+    status = look(made.root)
+    assert (status.activity, status.attempt) == ("running", 1)
+    assert (status.stale, status.exit_code) == (None, 3)
 
 
 @pytest.mark.parametrize("activity", ["stopped", "parked"])

@@ -144,6 +144,50 @@ async def test_a_connection_lost_between_two_calls_is_not_repeated_either():
         assert server.num_requests == 2
 
 
+async def test_a_client_that_was_closed_stays_closed():
+    """The monitor closes the clients of engines that are gone; a group may still hold one."""
+    async with raw_server(http(200, {}), http(200, {})) as server:
+        for is_used in (True, False):
+            made = HttpEngineClient(server.url)
+            if is_used:
+                await made.resume()
+            await made.close()
+            for call in (made.resume, made.info, lambda made=made: asking(made)):
+                with pytest.raises(TransportError, match="closed"):
+                    await call()
+            await made.close()
+        assert server.num_requests == 1
+
+
+def asking(made: HttpEngineClient) -> Any:
+    return made.generate(request(), deadline_s=60)
+
+
+async def test_calls_that_run_or_wait_when_their_client_is_closed_are_transport():
+    is_asked = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            is_asked.set()
+            await reader.read()  # until the client hangs up
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        made = HttpEngineClient(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_connections=1
+        )
+        runs = asyncio.ensure_future(asking(made))
+        await is_asked.wait()
+        waits = asyncio.ensure_future(asking(made))
+        for _ in range(100):
+            await asyncio.sleep(0)  # it comes to wait for the one connection
+        await made.close()
+        for each in (runs, waits):
+            with pytest.raises(TransportError):
+                await each
+
+
 async def test_nobody_there_is_transport():
     async with raw_server() as server:
         url = server.url

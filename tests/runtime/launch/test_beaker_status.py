@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from beaker import beaker_pb2 as pb2
 
 from runtime.errors import Interrupted, Preempted, TrainerLost
 from runtime.launch.beaker_status import CODES, standing_of
-from runtime.launch.standing import AttemptClass, with_end
+from runtime.launch.standing import AttemptClass, AttemptStanding, with_end
+from runtime.launch.watching import told
+from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import EndRecord
+from tests.runtime.launch.owned_runs import own
 
 P, S, R = AttemptClass.PENDING, AttemptClass.STARTING, AttemptClass.RUNNING
 OK, F, PRE = AttemptClass.SUCCEEDED, AttemptClass.FAILED, AttemptClass.PREEMPTED
@@ -84,6 +89,14 @@ HISTORIES: dict[str, tuple[list[Any], AttemptClass]] = {
         [job(CANCELED, rank=0, code=8), job(FAILED, rank=1, exit_code=1)],
         F,
     ),
+    "one rank failed, the leader has not heard": (
+        [job(RUNNING, rank=0), job(FAILED, rank=1, exit_code=1)],
+        R,
+    ),
+    "one rank failed, the leader is being ended": (
+        [job(STOPPING, rank=0, code=8), job(FAILED, rank=1, exit_code=1)],
+        R,
+    ),
     "over with nothing to tell how": ([job(RUNNING, finalized=True)], STOP),
     "canceled without a code": ([job(CANCELED)], C),
     "code 1 system_preemption": ([job(CANCELED, code=1)], PRE),
@@ -143,6 +156,43 @@ def test_a_follower_names_its_sibling() -> None:
     assert "followed rank 1 (canceled (system_preemption) on node-1)" in follower.reason
     assert standing.reason.startswith("rank 1 on node-1")
     assert (follower.kind, first.kind) == (INT, PRE)
+
+
+LEFT: dict[str, Any] = {
+    "by itself": job(FAILED, rank=0, exit_code=3),
+    "and was ended with its sibling": job(CANCELED, rank=0, code=8, exit_code=3),
+}
+
+
+@pytest.mark.parametrize("how", LEFT)
+def test_a_follower_that_leaves_before_its_leader_says_nothing_of_why(
+    tmp_path: Path, how: str
+) -> None:
+    """The leader loses its lease; its Ray ends first, with that the follower, then the guard."""
+    root = RunRoot.of(tmp_path / "run")
+    own(root, attempt=1)
+    follower = job(FAILED, rank=1, exit_code=1)
+
+    def seen(leader: Any) -> AttemptStanding:
+        return told(standing_of([leader, follower]), Chain(root).read(), 1)
+
+    assert seen(job(RUNNING, rank=0)).kind is R
+    assert (seen(LEFT[how]).kind, seen(LEFT[how]).is_turned_away) == (INT, False)
+    own(root, attempt=2, epoch=2)
+    assert (seen(LEFT[how]).kind, seen(LEFT[how]).is_turned_away) == (STOP, True)
+
+
+def test_the_exit_of_a_follower_is_not_the_guards() -> None:
+    jobs = [job(CANCELED, rank=0, code=8), job(FAILED, rank=1, exit_code=3)]
+    standing = standing_of(jobs)
+    assert (standing.kind, standing.exit_code) == (F, None)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, PRE), (4, C), (6, INT)])
+def test_what_took_a_guard_away_that_waited_for_its_lease_stands(code: int, kind: Any) -> None:
+    jobs = [job(CANCELED, rank=0, code=9, exit_code=3), job(CANCELED, rank=1, code=code)]
+    standing = told(standing_of(jobs), (), 2)
+    assert (standing.kind, standing.is_turned_away) == (kind, False)
 
 
 def test_a_blocker_is_the_reason() -> None:

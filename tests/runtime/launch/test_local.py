@@ -18,9 +18,9 @@ from runtime.launch.attempts import Launch, differences, spec_digest
 from runtime.launch.local import LocalLaunch
 from runtime.policy import PolicyId
 from runtime.rundir import enter, history
-from runtime.rundir.attempt import AttemptFile, Started
+from runtime.rundir.attempt import AttemptFile, Started, TurnedAway
 from runtime.rundir.chain import Chain
-from runtime.rundir.claims import read_claim
+from runtime.rundir.claims import claim_attempt, read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot, kill_exactly
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
@@ -251,6 +251,18 @@ def test_an_attempt_whose_guard_never_owned_the_run_is_succeeded(root: RunRoot) 
     start(root)
     collected(root, 1)
     assert start(root).attempt == 2
+
+
+def test_who_comes_after_a_job_that_was_turned_away_attaches_to_the_owner(root: RunRoot) -> None:
+    start(root)
+    own(root, 1)
+    second = root.attempt(2)
+    claim = read_claim(root.attempt(1)).model_copy(update={"launcher": "beaker", "host": "there"})
+    claim_attempt(second, claim)
+    assert start(root).attempt == 2
+    said = TurnedAway(pid=7, host="there", reason="owned", time=0.0)
+    second.turned_away.write_bytes(said.encode())
+    assert (start(root).how, start(root).attempt) == ("attached", 1)
 
 
 def test_a_launcher_that_fails_gives_its_claim_back(root: RunRoot) -> None:

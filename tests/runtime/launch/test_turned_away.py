@@ -10,8 +10,9 @@ import pytest
 
 from configs.load import LoadedRun, load_run
 from runtime.clock import ManualClock
-from runtime.errors import ContractViolation, OwnedError, Preempted, RunError
-from runtime.launch.driving import ending
+from runtime.errors import ContractViolation, Interrupted, OwnedError, RunError
+from runtime.launch import driving
+from runtime.launch.driving import News, ending
 from runtime.launch.ray_jobs import RayJobs, classify
 from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass, AttemptStanding, RankStanding, of_ranks
@@ -29,6 +30,7 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import EndRecord
+from runtime.session.ends import End, EndedBy
 from tests.runtime.launch.owned_runs import end, own
 from tests.runtime.launch.submissions import PRESETS
 
@@ -61,9 +63,8 @@ def watcher(root: RunRoot, tmp_path: Path, auto_resume: str = "milepost") -> Wat
     )
 
 
-def ended(state: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
+def ended(state: str, by: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
     failure = Failure.of(error, step="segment/5", time=0.0) if error else None
-    by = "failure" if error else "a person"
     activity = "stopped" if state == "training" else None
     return EndRecord(
         epoch=epoch, time=0.0, state=state, activity=activity, ended_by=by, update=3,
@@ -71,24 +72,26 @@ def ended(state: str, error: RunError | None = None, *, epoch: int = 1) -> EndRe
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("last", "what"),
-    [
-        (ended("failed", Preempted("its node was wanted")), "again"),
-        (ended("complete"), "again"),
-        (ended("failed", ContractViolation("the digest differs")), "over"),
-        (ended("training"), "over"),
-    ],
-)
+ENDS = [
+    *((ended("complete" if End(by=by).is_complete else "training", by), by) for by in EndedBy),
+    (ended("training", "stop_now"), "stop_now"),
+    (ended("failed", "failure", Interrupted("a node is gone")), "failure of its hardware"),
+    (ended("failed", "failure", ContractViolation("the digest differs")), "failure"),
+]
+GOES_ON = {by for by in EndedBy if End(by=by).is_complete}
+GOES_ON |= {EndedBy.SIGTERM, "failure of its hardware"}
+
+
+@pytest.mark.parametrize(("last", "how"), ENDS, ids=[how for _, how in ENDS])
 def test_how_the_owner_ended_decides(
-    root: RunRoot, tmp_path: Path, last: EndRecord, what: str
+    root: RunRoot, tmp_path: Path, last: EndRecord, how: str
 ) -> None:
     own(root, attempt=1)
     watching = watcher(root, tmp_path)
     assert watching.decide(2, turned_away(root, 2)).what == "wait"
     end(root, last)
     decision = watching.decide(2, turned_away(root, 2))
-    assert decision.what == what
+    assert decision.what == ("again" if how in GOES_ON else "over")
     assert "attempt 1 (epoch 1" in decision.why
 
 
@@ -121,6 +124,35 @@ def test_only_its_own_exit_status_says_so(root: RunRoot) -> None:
     assert told(live, Chain(root).read(), 2) == live
 
 
+def test_whoever_waits_for_an_owner_is_told_of_it_once(root: RunRoot, tmp_path: Path) -> None:
+    own(root, attempt=1)
+    watching = watcher(root, tmp_path)
+    watching.look = lambda attempt: turned_away(root, attempt)
+    said: list[str] = []
+    looks = iter(range(4))
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 3:
+            end(root, ended("training", "sigterm"))
+
+    _, decision = driving._over(watching, 2, said.append, sleep)
+    assert decision.what == "again"
+    owner = "attempt 1 (epoch 1, pid 7 on elsewhere) has the run"
+    waits = [line for line in said if "waits" in line]
+    assert waits == [f"attempt 2 waits: {owner}; `milepost stop` ends it"]
+
+
+def test_what_is_waited_for_is_said_when_it_changes() -> None:
+    runs = AttemptStanding(kind=AttemptClass.RUNNING, raw="x")
+    news = News(2)
+    assert news.of(runs, Decision(what="wait")) == ["attempt 2: running (x) "]
+    assert news.of(runs, Decision(what="wait")) == []
+    for why in ("rank 1", "rank 2"):
+        assert news.of(runs, Decision(what="wait", why=why)) == [f"attempt 2 waits: {why}"]
+        assert news.of(runs, Decision(what="wait", why=why)) == []
+    assert news.of(runs, Decision(what="again", why="rank 3")) == []
+
+
 def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
     unknown = Owner(state="unknown", what="cannot be seen")
 
@@ -143,7 +175,7 @@ def test_being_turned_away_again_and_again_comes_to_an_end() -> None:
 
 def test_nobody_follows_while_another_replica_still_runs(root: RunRoot, tmp_path: Path) -> None:
     own(root, attempt=1)
-    end(root, ended("failed", Preempted("its node was wanted")))
+    end(root, ended("training", "sigterm"))
     leader = RankStanding(rank=0, kind=AttemptClass.FAILED, raw="failed (exit 3)", exit_code=3)
     for kind, what in ((AttemptClass.RUNNING, "wait"), (AttemptClass.INTERRUPTED, "again")):
         other = RankStanding(rank=1, kind=kind, raw="x", is_secondary=True)
@@ -157,7 +189,7 @@ def test_a_newer_owner_that_is_gone_is_lost_with_the_one_it_fenced(
 ) -> None:
     own(root, attempt=1)
     own(root, attempt=2, epoch=2)
-    end(root, ended("failed", Preempted("its node was wanted"), epoch=2))
+    end(root, ended("training", "sigterm", epoch=2))
     decision = watcher(root, tmp_path).decide(1, turned_away(root, 1))
     assert (decision.what, decision.lost_attempt) == ("again", 2)
 

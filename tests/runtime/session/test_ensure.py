@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import EngineDead
+from runtime.rundir.attempt import TurnedAway
 from runtime.rundir.claims import claim_attempt, make_claim
 from runtime.rundir.failure import Failure
 from runtime.session.answers import Done, Ended, Held, Lost, Rewound, Running
@@ -118,11 +119,17 @@ def test_an_attempt_whose_launcher_died_is_lost(run: Run) -> None:
     assert answer.attempt == 1
 
 
-def test_an_attempt_that_the_owner_turned_away_is_not_waited_for(run: Run) -> None:
+@pytest.mark.parametrize("launcher", ["local", "ray", "beaker"])
+def test_an_attempt_that_the_owner_turned_away_is_not_waited_for(run: Run, launcher: str) -> None:
     """A frozen owner was taken for lost, and woke up before the next attempt had the lease."""
     run.begin(here=ELSEWHERE)
-    claim = make_claim(launcher="local", spec_digest="s", training_digest="t", time=0.0)
-    claim_attempt(run.root.attempt(2), claim.model_copy(update={"started": claim.started - 1}))
+    claim = make_claim(launcher=launcher, spec_digest="s", training_digest="t", time=0.0)
+    second = run.root.attempt(2)
+    claim_attempt(second, claim.model_copy(update={"started": claim.started - 1}))
+    if launcher != "local":
+        second.turned_away.write_bytes(
+            TurnedAway(pid=7, host="elsewhere", reason="owned", time=0.0).encode()
+        )
     assert isinstance(run.ask("prepare"), Running)
     run.commit(0)
     assert isinstance(run.ask("checkpoint/0"), Done)

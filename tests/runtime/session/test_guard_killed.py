@@ -6,7 +6,7 @@ import signal
 import psutil
 
 from runtime.rundir import atomic, enter, history, workflow
-from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile
+from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, TurnedAway
 from runtime.rundir.control import Control
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
@@ -65,8 +65,14 @@ def test_a_second_guard_is_told_who_owns_the_run(attempt, records, root: RunRoot
         assert part in said
     assert "delete" not in said
     assert len([r for r in records() if isinstance(r, EpochRecord)]) == 1
+    # For whoever sees its folder and not its process, as with a job of a scheduler.
+    mark = TurnedAway.decode(second.turned_away.read_bytes(), second.turned_away)
+    assert "attempt 1, epoch 1" in mark.reason
     guard.terminate()
     assert guard.wait(20) == EXIT_ENDED
+    # The scheduler starts the same attempt again.
+    assert Guard(second).run() == EXIT_ENDED
+    assert not second.turned_away.exists()
 
 
 def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: RunRoot) -> None:
