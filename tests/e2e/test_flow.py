@@ -3,12 +3,14 @@
 import contextlib
 import contextvars
 import os
-import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Self
 
 import psutil
 import pytest
@@ -18,6 +20,9 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     FlowRunFilter,
     FlowRunFilterId,
+    TaskRunFilter,
+    TaskRunFilterName,
+    TaskRunFilterStartTime,
 )
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import (
@@ -31,8 +36,9 @@ from flows.train import train
 from runtime.data.collections import read_collection
 from runtime.errors import ConfigError
 from runtime.rundir import history
+from runtime.session.status import COMPLETE
 from tests.e2e.checks import assert_stopped, assert_whole
-from tests.e2e.running import Run
+from tests.e2e.running import IDLE_S, Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.prefect, pytest.mark.timeout(600)]
 
@@ -79,30 +85,70 @@ def shown(state: State[str]) -> tuple[FlowRun, list[str], dict[str, str]]:
 
 
 class Following:
-    """A flow in a thread of its own, with the settings of this one."""
+    """A flow in a thread of its own, with the settings of this one.
+
+    As a context: whatever becomes of the test, its run is ended, and its thread with it.
+    """
 
     def __init__(self, run: Run) -> None:
+        self._run = run
         self._found: list[State[str]] = []
-        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._go, run))
-        self._thread.start()
+        self._errors: list[BaseException] = []
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._go,), daemon=True)
 
-    def _go(self, run: Run) -> None:
-        self._found.append(train(run.file, list(run.sets), return_state=True))
+    def __enter__(self) -> Self:
+        self._began = datetime.now(UTC)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        until = time.monotonic() + IDLE_S
+        while self._thread.is_alive():
+            # Asked for again: the flow may have begun another epoch meanwhile.
+            if self._run.root.control.is_dir():
+                self._run.stop("now")
+            self._thread.join(1.0)
+            assert time.monotonic() < until, f"the flow does not end\n{self._run.log()}"
+
+    def _go(self) -> None:
+        try:
+            self._found.append(train(self._run.file, list(self._run.sets), return_state=True))
+        except BaseException as error:  # raised again by who asks for the end
+            self._errors.append(error)
+
+    def until_it_waits(self) -> None:
+        """Until a task of it waits for a stretch of the run: from then on it starts no attempt."""
+        waiting = TaskRunFilter(
+            name=TaskRunFilterName(like_="train collections"),
+            start_time=TaskRunFilterStartTime(after_=self._began),
+        )
+        with get_client(sync_client=True) as client:
+            self._run.until(
+                lambda: client.read_task_runs(task_run_filter=waiting), "the flow to wait"
+            )
 
     def end(self) -> State[str]:
+        """Wait for the end of the flow.
+
+        Raises:
+            BaseException: what the flow raised instead of a state.
+        """
         self._thread.join()
+        for error in self._errors:
+            raise error
         return self._found[0]
 
 
 def test_a_flow_shows_every_committed_step_of_an_undisturbed_run_and_its_artifacts(
     run: Run,
 ) -> None:
-    flow = Following(run)
-    run.until(lambda: run.attempt == 1, "the flow to have started it")
-    assert run.start().how == "attached"
-    with pytest.raises(ConfigError, match=r"core\.lr: 0\.001 -> 0\.5"):
-        run.start("core.lr=0.5")
-    state = flow.end()
+    with Following(run) as flow:
+        run.until(lambda: run.attempt == 1, "the flow to have started it")
+        assert run.start().how == "attached"
+        with pytest.raises(ConfigError, match=r"core\.lr: 0\.001 -> 0\.5"):
+            run.start("core.lr=0.5")
+        state = flow.end()
     assert (state.type.value, state.name) == ("COMPLETED", "Complete")
     assert_all_of_it_is_shown(run, state)
 
@@ -174,7 +220,7 @@ def assert_export_loads(run: Run) -> None:
     assert gap > 1e-3  # eight updates were made
 
 
-def test_a_run_is_lost_stopped_and_left_by_those_who_follow_it_and_comes_out_whole(
+def test_a_run_is_left_stopped_and_lost_by_those_who_follow_it_and_comes_out_whole(
     make_run: Callable[..., Run], environment: dict[str, str]
 ) -> None:
     run = make_run(
@@ -183,46 +229,73 @@ def test_a_run_is_lost_stopped_and_left_by_those_who_follow_it_and_comes_out_who
         "checkpoint.every_updates=20",
         "evaluation.every_updates=10000",
     )
-    flow = Following(run)
-    run.until_committed(20)
-    for role in ("guard", "session"):
-        for process in run.role(role):
-            process.kill()
-    run.until_epoch(2)  # begun by the retry of the task that waited
-    run.until_committed(history.committed_update(run.records) + 20)
-    run.stop("stop")
-    state = flow.end()
+    with command(run, environment):  # and killed: that kills no run
+        run.until_committed(20)
+    assert run.role("guard")
+    with Following(run) as flow:
+        flow.until_it_waits()
+        run.stop("stop")
+        state = flow.end()
     assert (state.type.value, state.name) == ("CANCELLED", "Stopped")
+    assert_stopped(run, "stop", "stopped")
+    assert run.epoch == 1
+
+    stopped_at = run.end.update
+    with Following(run) as flow:
+        run.until_epoch(2)
+        run.until_committed(stopped_at + 20)
+        for role in ("guard", "session"):
+            for process in run.role(role):
+                process.kill()
+        run.until_epoch(3)  # begun by the retry of the task that waited
+        with command(run, environment) as beside:
+            beside.says(f"attached: attempt {run.attempt} ")
+            run.until_committed(history.committed_update(run.records) + 20)
+            run.stop("final")
+            assert beside.end() == COMPLETE, beside.said
+        state = flow.end()
+    assert (state.type.value, state.name) == ("COMPLETED", "Complete")
     _, _, retried = shown(state)
     assert list(retried.values()) == ["2"], retried
-    assert_stopped(run, "stop", "stopped")
-    assert run.epoch == 2
-
-    assert_killing_the_command_kills_no_run(run, environment)
     assert run.until_ended().ended_by == "stop_final"
     assert run.epoch == 3
     assert_whole(run, updates=run.end.update)
 
 
-def assert_killing_the_command_kills_no_run(run: Run, environment: dict[str, str]) -> None:
-    """And the next one attaches, and follows it to its end."""
-    command = [sys.executable, "-m", "flows.cli", "run", str(run.file)]
-    command += [f"--set={text}" for text in run.sets]
-    quiet, stopped_at, epoch = subprocess.DEVNULL, run.end.update, run.epoch
-    first = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
+class Command:
+    """``milepost run`` in a process of its own."""
+
+    def __init__(self, run: Run, environment: dict[str, str]) -> None:
+        self._run = run
+        argv = [sys.executable, "-m", "flows.cli", "run", str(run.file)]
+        argv += [f"--set={text}" for text in run.sets]
+        self._folder = run.file.parent / f"command-{uuid.uuid4().hex}"
+        self._folder.mkdir()
+        with (self._folder / "out").open("wb") as out, (self._folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(argv, env=environment, stdout=out, stderr=err)
+
+    @property
+    def said(self) -> str:
+        """What it wrote on standard output."""
+        return (self._folder / "out").read_text()
+
+    def says(self, text: str) -> None:
+        """Wait until it has said something."""
+        self._run.until(lambda: text in self.said or self.process.poll() is not None, text)
+        assert text in self.said, self.said + (self._folder / "err").read_text()
+
+    def end(self) -> int:
+        """Wait for its own end."""
+        self._run.until(lambda: self.process.poll() is not None, "the command to end")
+        return self.process.wait()
+
+
+@contextlib.contextmanager
+def command(run: Run, environment: dict[str, str]) -> Iterator[Command]:
+    """One, killed at the end of the block if it still runs."""
+    started = Command(run, environment)
     try:
-        run.until_epoch(epoch + 1)
-        run.until_committed(stopped_at + 20)
+        yield started
     finally:
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait()
-    assert run.role("guard")
-    second = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    with second:
-        assert second.stdout is not None
-        assert f"attached: attempt {run.attempt} " in second.stdout.readline()
-        run.stop("final")
-        said = second.stdout.read()
-    assert second.returncode == 0, said
+        started.process.kill()
+        started.process.wait()
