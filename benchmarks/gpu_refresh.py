@@ -237,10 +237,12 @@ class Last:
         self, arguments: argparse.Namespace, found: Found, name: str, limit_s: float
     ) -> None:
         def end() -> None:
-            faulthandler.dump_traceback()
-            found[f"{name}_stood_still"] = True
-            write(arguments, found)
-            os._exit(3)
+            try:
+                faulthandler.dump_traceback()
+                found[f"{name}_stood_still"] = True
+                write(arguments, found)  # fails where a part puts a figure in at this moment
+            finally:
+                os._exit(3)
 
         self._tell_s = 0.9 * limit_s
         self._timer = threading.Timer(limit_s + GRACE_S, end)
