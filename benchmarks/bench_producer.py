@@ -5,6 +5,10 @@ at a given total token rate, so that what differs between the two sides is this 
 alternate (A B A B); CPU is this process's user and system time. The judge answers at once: real
 verifiers have processes of their own and are measured elsewhere.
 
+A side has a fixed number of responses, at least five times as many as are in flight at once, and
+its time is that from the first request to the last response. A fixed time would count whole batches
+only where responses of one length run, and end, together.
+
     python benchmarks/bench_producer.py --seconds 3 --rounds 5
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import platform
 import statistics
@@ -56,6 +61,8 @@ INFO = EngineInfo(
     native_spans=True, takes_salt=True, update_bracket=False,
 )  # fmt: skip
 PROMPT_IDS = tuple(range(100, 228))
+LEAST_BATCHES = 5
+STUCK_S = 120.0
 
 
 # --- The engine -----------------------------------------------------------------------------------
@@ -128,6 +135,13 @@ class Shape:
     tokens: int
     per_sample: bool
     """One request for each sample, as with seeds; otherwise one for the group."""
+    batches: int = LEAST_BATCHES
+    """Samples of one side and round, in times of ``concurrency``."""
+
+    @property
+    def groups(self) -> int:
+        """Of one side and round; samples in flight are whole groups too."""
+        return self.batches * (self.concurrency // self.n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +155,7 @@ class Reading:
 
     @property
     def tokens_per_s(self) -> float:
-        """Delivered, over the whole round."""
+        """From the first request to the last response."""
         return self.tokens / self.wall_s
 
     @property
@@ -160,38 +174,31 @@ async def _client(url: str, given: HttpEngineClient | None) -> AsyncGenerator[Ht
         yield client
 
 
-async def closed_loop(
-    url: str, shape: Shape, seconds: float, *, client: HttpEngineClient | None = None
-) -> Reading:
+async def closed_loop(url: str, shape: Shape, *, client: HttpEngineClient | None = None) -> Reading:
     """The client straight at the engine: as many requests at once, nothing else.
 
     ``client``: of an engine that is not scripted; its responses run to their cap.
     """
     n = 1 if shape.per_sample else shape.n
     sampling = SamplingSettings(max_new_tokens=shape.tokens, ignore_eos=client is not None)
-    done = 0
+    requests = shape.groups * shape.n // n
+    left = iter(range(requests))
     async with _client(url, client) as client:
 
-        async def ask(worker: int) -> None:
-            nonlocal done
-            count = 0
-            while True:
-                count += 1
+        async def ask() -> None:
+            for number in left:  # shared: each worker takes the next one
                 request = GenerateRequest(
-                    rid=f"{worker}-{count}", input_ids=PROMPT_IDS, sampling=sampling, n=n,
-                    salt="e1.u0",
-                )  # fmt: skip
+                    rid=f"{number}", input_ids=PROMPT_IDS, sampling=sampling, n=n, salt="e1.u0"
+                )
                 await client.generate(request, deadline_s=600)
-                done += 1
 
         began, cpu = time.monotonic(), time.process_time()
-        with anyio.move_on_after(seconds):
-            async with anyio.create_task_group() as tasks:
-                for worker in range(shape.concurrency // n):
-                    tasks.start_soon(ask, worker)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(shape.concurrency // n):
+                tasks.start_soon(ask)
         return Reading(
-            requests=done,
-            tokens=done * n * shape.tokens,
+            requests=requests,
+            tokens=requests * n * shape.tokens,
             wall_s=time.monotonic() - began,
             cpu_s=time.process_time() - cpu,
         )
@@ -211,7 +218,7 @@ def prompt(prompt_id: PromptId) -> Prompt:
 
 
 async def through_producer(
-    url: str, shape: Shape, seconds: float, *, client: HttpEngineClient | None = None
+    url: str, shape: Shape, *, client: HttpEngineClient | None = None
 ) -> Reading:
     """Ledger, admission, routing, gate, spans, validation, rewards, buffer, collections."""
     is_scripted = client is None
@@ -220,7 +227,7 @@ async def through_producer(
         pool = EnginePool(1, clock=clock)
         info = INFO if is_scripted else await client.info()
         pool.joined(EngineAddress(slot=0, incarnation="a", url=url, pid=1), info, client)
-        ledger = Ledger(PromptOrder(1_000_000, shuffle=False))
+        ledger = Ledger(PromptOrder(shape.groups, shuffle=False))
         groups = max(1, shape.concurrency // shape.n // 2)
         settings = ProducerSettings(
             epoch=1,
@@ -255,23 +262,25 @@ async def through_producer(
                 pool.mark_verified(0, "a", policy)
                 pool.serve(policy)
                 producer.published(policy)
-                collection = await producer.take(groups, policy)
-                assert collection is not None
+                collection = await producer.take(groups, policy, no_progress_s=STUCK_S)
+                if collection is None:
+                    return
                 taken += len(collection.groups)
                 update += 1
                 ledger.consume([(g.prompt.id, g.attempt) for g in collection.groups], update)
                 producer.consumed(collection.groups)
 
         began, cpu = time.monotonic(), time.process_time()
-        with anyio.move_on_after(seconds):
-            async with anyio.create_task_group() as tasks:
-                await tasks.start(producer.run)
-                tasks.start_soon(train)
-        wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
-        finished = taken + ledger.counts().finished
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(producer.run)
+            await train()
+            wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+            await producer.close()
+            tasks.cancel_scope.cancel()
+        assert taken == shape.groups
     return Reading(
-        requests=finished * (shape.n if shape.per_sample else 1),
-        tokens=finished * shape.n * shape.tokens,
+        requests=taken * (shape.n if shape.per_sample else 1),
+        tokens=taken * shape.n * shape.tokens,
         wall_s=wall_s,
         cpu_s=cpu_s,
     )
@@ -279,16 +288,16 @@ async def through_producer(
 
 # --- Comparison -----------------------------------------------------------------------------------
 
-Side = Callable[[str, Shape, float], Awaitable[Reading]]
+Side = Callable[[str, Shape], Awaitable[Reading]]
 
 
-def compare(url: str, shape: Shape, *, seconds: float, rounds: int) -> dict[str, object]:
+def compare(url: str, shape: Shape, *, rounds: int) -> dict[str, object]:
     """Alternate the sides; medians, and the ratio round by round."""
     sides: dict[str, Side] = {"direct": closed_loop, "producer": through_producer}
     readings: dict[str, list[Reading]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
-            readings[name].append(uvloop.run(_run(side, url, shape, seconds)))
+            readings[name].append(uvloop.run(_run(side, url, shape)))
     ratios = [
         b.tokens_per_s / a.tokens_per_s
         for a, b in zip(readings["direct"], readings["producer"], strict=True)
@@ -297,14 +306,15 @@ def compare(url: str, shape: Shape, *, seconds: float, rounds: int) -> dict[str,
         "concurrency": shape.concurrency,
         "samples_per_request": 1 if shape.per_sample else shape.n,
         "tokens_per_sample": shape.tokens,
+        "batches": shape.batches,
         "tokens_per_s_ratio": statistics.median(ratios),
         "tokens_per_s_ratio_spread": [min(ratios), max(ratios)],
         **{name: _medians(readings[name]) for name in sides},
     }
 
 
-async def _run(side: Side, url: str, shape: Shape, seconds: float) -> Reading:
-    return await side(url, shape, seconds)
+async def _run(side: Side, url: str, shape: Shape) -> Reading:
+    return await side(url, shape)
 
 
 def _medians(readings: list[Reading]) -> dict[str, float]:
@@ -320,7 +330,7 @@ def main() -> None:
     """Run the comparison and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--serve", action="store_true", help="be the engine (used internally)")
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a side and round, or more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens-per-s", type=float, default=35_000.0)
     parser.add_argument("--tokens", type=int, default=128, help="of one response")
@@ -336,6 +346,7 @@ def main() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         assert engine.stdout is not None
         url = f"http://127.0.0.1:{int(engine.stdout.readline())}"
+        wanted = arguments.seconds * arguments.tokens_per_s / arguments.tokens
         load_before = os.getloadavg()[0]
         rows = [
             compare(
@@ -343,8 +354,8 @@ def main() -> None:
                 Shape(
                     concurrency=concurrency, n=arguments.samples, tokens=arguments.tokens,
                     per_sample=arguments.per_sample,
+                    batches=max(LEAST_BATCHES, math.ceil(wanted / concurrency)),
                 ),
-                seconds=arguments.seconds,
                 rounds=arguments.rounds,
             )
             for concurrency in arguments.concurrency

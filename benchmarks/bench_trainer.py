@@ -244,8 +244,11 @@ class Bench:
 
     def variants(self) -> dict[str, Any]:
         """Ways to score and to step, in turn; figures of the trainer's own way come first."""
-        config = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
-        config.recompile_limit = 64  # each variant is a graph
+        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        with config.patch(recompile_limit=64):  # each variant is a graph
+            return self._variants()
+
+    def _variants(self) -> dict[str, Any]:
         size = 256 if self.arguments.tiny else 8192
         one = self.trainer()
         sequences = make_sequences(self.lengths, self.config.vocab_size)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ from runtime.engines.sglang.settings import SglangSettings
 
 POLL_S = 0.2
 SEQUENCES = 8
+MAKE_DEADLINE_S = 300.0
+TRAINER_DEADLINE_S = 600.0
+"""Imports, compilation and two updates of an empty cache."""
 COMPILERS = frozenset(
     ("nvcc", "cicc", "ptxas", "fatbinary", "cudafe++", "ninja", "cc1plus", "cc1", "ld")
 )
@@ -182,15 +185,19 @@ class Bench:
         making = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_cache", "--make", str(model), *self.cpu_flag]
         )
-        if python := self.arguments.engine_python:
-            subprocess.run(
-                [python, "-c", "import sglang.srt.entrypoints.http_server"],
-                env=os.environ | environment(self.folder / "imports")
-                | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.arguments.cpu else {}),
-                check=False, capture_output=True, timeout=120,
-            )  # fmt: skip
-        if making.wait() != 0:
-            raise SystemExit("the model could not be made")
+        try:
+            if python := self.arguments.engine_python:
+                subprocess.run(
+                    [python, "-c", "import sglang.srt.entrypoints.http_server"],
+                    env=os.environ | environment(self.folder / "imports")
+                    | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.arguments.cpu else {}),
+                    check=False, capture_output=True, timeout=120,
+                )  # fmt: skip
+            if making.wait(MAKE_DEADLINE_S) != 0:
+                raise SystemExit("the model could not be made")
+        finally:
+            making.kill()  # nothing where it has ended
+            making.wait()
         self.tell(prepare_s=round(time.monotonic() - began, 1))
         return model
 
@@ -234,11 +241,14 @@ class Bench:
                 stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             watch.trainer = trainer.pid
-            output, _ = trainer.communicate()
-            trainer_s = time.monotonic() - began
             try:
-                starting.result()
+                output, _ = trainer.communicate(timeout=TRAINER_DEADLINE_S)
+                trainer_s = time.monotonic() - began
+                starting.result()  # the owner's own deadline ends it
             finally:
+                trainer.kill()
+                trainer.wait()
+                wait([starting])
                 compilers = watch.stop()
                 owner.stop()
         lines = output.splitlines() if trainer.returncode == 0 else []

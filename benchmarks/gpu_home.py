@@ -191,18 +191,22 @@ class Home:
     async def throughput(self, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         """Tokens/s straight at the engine, and through the producer, in turn."""
         await self.publish(PolicyId(1, 1_000_000))
-        concurrency, seconds = arguments.concurrency, arguments.seconds
-        shape = Shape(concurrency=concurrency, n=8, tokens=arguments.tokens, per_sample=False)
+        concurrency = arguments.concurrency
+        shape = Shape(
+            concurrency=concurrency, n=8, tokens=arguments.tokens, per_sample=False,
+            batches=arguments.batches,
+        )  # fmt: skip
         rows: dict[str, list[float]] = {"random_prompts": [], "direct": [], "producer": []}
         for _ in range(3):
             rows["random_prompts"].append(await self._batch(concurrency, arguments.tokens))
-            direct = await closed_loop(self.address.url, shape, seconds, client=self.client)
-            through = await through_producer(self.address.url, shape, seconds, client=self.client)
+            direct = await closed_loop(self.address.url, shape, client=self.client)
+            through = await through_producer(self.address.url, shape, client=self.client)
             rows["direct"].append(direct.tokens_per_s)
             rows["producer"].append(through.tokens_per_s)
             ratios = [p / d for p, d in zip(rows["producer"], rows["direct"], strict=True)]
             found |= {
                 "concurrency": concurrency,
+                "batches": arguments.batches,
                 "tokens_per_s": {k: [round(x) for x in v] for k, v in rows.items()},
                 "producer_over_direct": round(statistics.median(ratios), 3),
             }

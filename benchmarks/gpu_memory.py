@@ -82,8 +82,8 @@ def sleep_figures(
         samples: of ``MemoryWatch``.
 
     Returns:
-        None when no engine slept. The first sleep is left out: the trainer's own memory grows in
-        the update it is made for.
+        None when no engine slept. Times are those of all sleeps. Memory leaves the first one out:
+        the trainer's own grows in the update it is made for.
     """
     told = [r for r in rows if r["event"] in ("engine.slept", "engine.woken")]
     slept = [r for r in told if r["event"] == "engine.slept"]

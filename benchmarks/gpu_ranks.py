@@ -9,7 +9,7 @@ Then the two share every row instead (``core.context = 2``; ``--sharing``: which
     python -m benchmarks.gpu_ranks --out ranks.json
 
 Needs two GPUs; ``--cpu`` tries it with gloo and the tiny model. Figures are written after each
-step.
+step. Exits with 1 if a case failed or a float32 one is not within the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import torch
 
-from benchmarks.gpu_rank_cases import CASES, Case, Side, compare
+from benchmarks.gpu_rank_cases import CASES, LIMIT, Case, Side, compare
 from benchmarks.gpu_task import make_model
 from runtime.session import cluster
 
@@ -108,7 +108,7 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
-    for name in arguments.cases.split(","):
+    for name in arguments.cases:
         shape, dtype, longest = CASES[name]
         model = make_model(folder / f"model-{shape}", shape)
         for is_deterministic in (True, False):
@@ -140,12 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default="")
     parser.add_argument("--reshard", default="tiny float32")
-    parser.add_argument("--sharing", default="tiny float32,0.6b float32")
+    parser.add_argument("--sharing", default=",".join(CASES))
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--deadline", type=float, default=280.0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    arguments.cases = arguments.cases or ("tiny float32" if arguments.cpu else ",".join(CASES))
+    for option in ("cases", "reshard", "sharing"):
+        names = [name for name in getattr(arguments, option).split(",") if name]
+        if unknown := set(names) - CASES.keys():
+            parser.error(f"--{option}: no case {sorted(unknown)}; there are {list(CASES)}")
+        setattr(arguments, option, names)
+    arguments.cases = arguments.cases or (["tiny float32"] if arguments.cpu else list(CASES))
     if not arguments.cpu and torch.cuda.device_count() < 2:
         raise SystemExit("there are no two GPUs here; --cpu tries it without")
     with tempfile.TemporaryDirectory(prefix="mpr-") as name:
@@ -163,6 +168,24 @@ def main() -> None:
         finally:
             ray.stop()
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    if problems := failures(found, arguments.cases):
+        raise SystemExit("\n".join(problems))
+
+
+def failures(found: dict[str, Any], cases: list[str]) -> list[str]:
+    """Comparisons that are not within the limit, of the cases that have one, and cases that failed.
+
+    bf16 has none: its rounding is told as it is.
+    """
+    told: list[str] = []
+    for name in cases:
+        if error := found[name].get("error"):
+            told.append(f"{name}: {error}")
+        for which, side in found[name].items():
+            is_outside = isinstance(side, dict) and not side.get("within", True)
+            if is_outside and CASES[name][1] == "float32":
+                told.append(f"{name}, {which}: not within {LIMIT:g}")
+    return told
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_processes
 from benchmarks.gpu_memory import MemoryWatch, sleep_figures
+from benchmarks.gpu_processes import Processes
 from benchmarks.gpu_strike import Strike
 from benchmarks.gpu_task import PRESET, Task, make, of_preset
 from configs.load import LoadedRun, load_run
@@ -96,11 +96,17 @@ class Watched:
     """A run from its start to its end, and the figures of it so far."""
 
     def __init__(
-        self, loaded: LoadedRun, layout: str, strike: Strike | None, out: Path | None
+        self,
+        loaded: LoadedRun,
+        layout: str,
+        processes: Processes,
+        strike: Strike | None,
+        out: Path | None,
     ) -> None:
         self._layout = layout
         self._spec = loaded.spec
         self._root = RunRoot.of(loaded.spec.output.root)
+        self._processes = processes
         self._strike = strike
         self._out = out
         self._memory = MemoryWatch()
@@ -119,9 +125,9 @@ class Watched:
                     time.sleep(POLL_S)
                     self._look(deadline_s)
                 if self._verdict in ("complete", "failed"):
-                    self._killed = gpu_processes.end(gpu_processes.processes(root), wait_s=LEAVE_S)
+                    self._killed = self._processes.end(wait_s=LEAVE_S)
             finally:
-                self._killed += gpu_processes.stop(root, wait_s=LEAVE_S / 3)
+                self._killed += self._processes.stop(wait_s=LEAVE_S / 3)
         if self._out is not None and self._verdict not in ("complete", "back"):
             self._out.with_suffix(".logs").write_text(_last_words(root))
         # Several runs of a machine would fill its disk with states.
@@ -139,6 +145,7 @@ class Watched:
             self._strike.look(view.update)
         if took_s - self._written > WRITE_EVERY_S:
             self._written = took_s
+            self._processes.look()
             told = self.write()["strike"]
             if told is not None and told.get("is_back") and self._verdict == "running":
                 self._verdict = "back"
@@ -244,7 +251,7 @@ def _last_words(root: Path) -> str:
     )
 
 
-def _strike(arguments: argparse.Namespace, folder: Path) -> Strike | None:
+def _strike(arguments: argparse.Namespace, folder: Path, processes: Processes) -> Strike | None:
     asked = {
         "kill": arguments.kill_at,
         "stop": arguments.stop_at,
@@ -252,7 +259,7 @@ def _strike(arguments: argparse.Namespace, folder: Path) -> Strike | None:
     }
     for kind, at in asked.items():
         if at is not None:
-            strike = Strike(kind=kind, at=at, root=folder / "run")  # pyright: ignore[reportArgumentType]
+            strike = Strike(kind=kind, at=at, processes=processes)  # pyright: ignore[reportArgumentType]
             strike.prepare(folder / "faults")
             return strike
     return None
@@ -278,8 +285,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run is taken along
     folder = arguments.folder / f"{arguments.layout}-{os.getpid()}"
     loaded = run_of(folder, task_of(arguments), arguments.layout)
-    strike = _strike(arguments, folder)
-    watched = Watched(loaded, arguments.layout, strike, arguments.out)
+    processes = Processes(folder / "run")
+    strike = _strike(arguments, folder, processes)
+    watched = Watched(loaded, arguments.layout, processes, strike, arguments.out)
     sys.stdout.write(json.dumps(watched.watch(arguments.deadline), indent=1) + "\n")
 
 

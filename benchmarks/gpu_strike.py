@@ -15,16 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.gpu_processes import newest_server
+import psutil
+
+from benchmarks.gpu_processes import Processes
 from runtime.faults.plan import VARIABLE, Fault, FaultPlan, Kind
 from runtime.publication.decision import Decision
 
 ENTER_S = 1.0
 """For engines to enter the collective of a bucket that is held back."""
 HELD_S = 60.0
+TRIES = 3
+"""Of blows that found no server to strike."""
 GOES_ON = 3
 """Publications after the return that show it."""
-_ID = "broadcast"
 _DIED, _VERIFIED = "engine.died", "engine.verified"
 _LATER = ("engine.restarted", "engine.retired")
 
@@ -35,11 +38,12 @@ class Strike:
 
     kind: Literal["kill", "stop", "broadcast"]
     at: int
-    root: Path
-    """Output root of the run."""
+    processes: Processes
+    """Of the run."""
     fallen: dict[str, Any] | None = None
     _plan: FaultPlan | None = field(default=None, init=False)
     _is_armed: bool = field(default=False, init=False)
+    _missed: int = field(default=0, init=False)
 
     def prepare(self, folder: Path) -> None:
         """Before the run starts: its processes learn where plans of faults lie."""
@@ -50,24 +54,35 @@ class Strike:
 
     def look(self, update: int) -> None:
         """Strike if it is time."""
-        if self.fallen is not None or update < self.at:
+        if self.fallen is not None or update < self.at or self._missed >= TRIES:
             return
         if self._plan is None:
             self._fall(update, signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         elif not self._is_armed:
             self._is_armed = True
-            held = Fault(id=_ID, point="publication.bucket", kind=Kind.HOLD, seconds=HELD_S)
+            # An id of its own for every try: one that fired says nothing of the next bucket.
+            held = Fault(id=self._id, point="publication.bucket", kind=Kind.HOLD, seconds=HELD_S)
             self._plan.arm([held])
-        elif self._plan.fired(_ID):
+        elif self._plan.fired(self._id):
             time.sleep(ENTER_S)
             self._fall(update, signal.SIGKILL)
-            self._plan.arm([])
+            self._plan.arm([])  # the bucket is sent
+            if self.fallen is None:
+                self._missed += 1
+                self._is_armed = False
+
+    @property
+    def _id(self) -> str:
+        return f"broadcast-{self._missed}"
 
     def _fall(self, update: int, number: signal.Signals) -> None:
-        victim = newest_server(self.root)
+        victim = self.processes.newest_server()
         if victim is None:
             return
-        victim.send_signal(number)
+        try:
+            victim.send_signal(number)
+        except psutil.NoSuchProcess:  # it has ended by itself: no blow
+            return
         self.fallen = {"kind": self.kind, "update": update, "pid": victim.pid, "at": time.time()}
 
     def figures(
@@ -80,7 +95,8 @@ class Strike:
             decisions: of ``publications.jsonl``.
         """
         if self.fallen is None:
-            return {"kind": self.kind, "armed": self._is_armed, "fallen": False}
+            told = {"kind": self.kind, "armed": self._is_armed, "missed": self._missed}
+            return {**told, "fallen": False}
         at = self.fallen["at"]
         slots = _stories([row for row in rows if row["time"] >= at], at)
         later = [d for d in decisions if _ended(d) >= at]

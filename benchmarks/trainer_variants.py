@@ -52,43 +52,22 @@ class Variants:
         return {
             "now": self.score,
             "transformers' own forward": self._by_transformers(self.score),
-            "rotation, 2 warps": self._with_warps(2, self.score),
         }
 
     def stepping(self) -> dict[str, Call]:
         """The same for a whole step."""
-        return {
-            "now": self._step,
-            "rotation, 2 warps": self._with_warps(2, self._step),
-        }
+        return {"now": self._step}
 
     def _by_transformers(self, action: Call) -> Call:
         """Layers called by the model's class, with masks and rotations made in every pass."""
 
         def call() -> object:
             decoder = self.machinery.weights.scorer.decoder
-            decoder.walks = False
+            before, decoder.walks = decoder.walks, False
             try:
                 return action()
             finally:
-                decoder.walks = True
-
-        return call
-
-    def _with_warps(self, count: int, action: Call) -> Call:
-        """Another number of warps in the kernels that norm and rotate queries and keys."""
-
-        def call() -> object:
-            if not self._has_gpu:
-                return action()
-            from runtime.trainer.torch import rotary_kernels
-
-            before = rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS
-            rotary_kernels.FORWARD_WARPS = rotary_kernels.BACKWARD_WARPS = count
-            try:
-                return action()
-            finally:
-                rotary_kernels.FORWARD_WARPS, rotary_kernels.BACKWARD_WARPS = before
+                decoder.walks = before
 
         return call
 
@@ -140,11 +119,13 @@ def in_turn(
 
     Returns:
         By name: ``ms``, ``min``, ``over_matmul`` (median over rounds of the share of that round's
-        anchor), ``matmul``, ``against_first`` (ms, in the same rounds); or ``error``.
+        anchor), ``matmul``, ``against_first`` (ms, median over the rounds that both were timed in;
+        None where there is none); or ``error``.
     """
     found: dict[str, Any] = {name: {} for name in calls}
-    ms: dict[str, list[float]] = {name: [] for name in calls}
-    rates: dict[str, list[float]] = {name: [] for name in calls}
+    # By round, since a way that fails is out of the later ones.
+    ms: dict[str, dict[int, float]] = {name: {} for name in calls}
+    rates: dict[str, dict[int, float]] = {name: {} for name in calls}
     for name, call in calls.items():
         _or_error(partial(timed, call, 3), found[name])
     began = time.perf_counter()
@@ -155,20 +136,20 @@ def in_turn(
             rate = anchor()
             taken = _or_error(partial(timed, call, 4), found[name])
             if taken is not None:
-                rates[name].append(rate)
-                ms[name].append(statistics.median(taken))
-    first = next(iter(calls))
+                rates[name][turn] = rate
+                ms[name][turn] = statistics.median(taken)
+    first = ms[next(iter(calls))]
     for name, taken in ms.items():
         if not taken:
             continue
-        shares = [flop / t * 1e3 / r for t, r in zip(taken, rates[name], strict=True)]
-        less = [t - f for t, f in zip(taken, ms[first], strict=False)]
+        shares = [flop / t * 1e3 / rates[name][turn] for turn, t in taken.items()]
+        less = [t - first[turn] for turn, t in taken.items() if turn in first]
         found[name] |= {
-            "ms": round(statistics.median(taken), 2),
-            "min": round(min(taken), 2),
+            "ms": round(statistics.median(taken.values()), 2),
+            "min": round(min(taken.values()), 2),
             "over_matmul": round(statistics.median(shares), 4),
-            "matmul": round(statistics.median(rates[name]) / 1e12, 1),
-            "against_first": round(statistics.median(less), 2) if less else 0.0,
+            "matmul": round(statistics.median(rates[name].values()) / 1e12, 1),
+            "against_first": round(statistics.median(less), 2) if less else None,
             "rounds": len(taken),
         }
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, cast
 from configs.data import Data
 from configs.rules.launching import paths_of
 from configs.run import RunSpec
+from configs.shape import read_config
 
 _MAX_ROWS = 200_000
 _MAX_SHOWN = 5
@@ -56,6 +58,7 @@ def check_inputs(spec: RunSpec) -> InputReport:
             _check_text(name, path, report)
     _check_root(spec.output.root, report)
     _check_vocabulary(spec, report)
+    _check_heads(spec, report)
     return report
 
 
@@ -187,6 +190,26 @@ def _check_vocabulary(spec: RunSpec, report: InputReport) -> None:
         report.problems.append(("teacher.path", text))
     else:
         report.checked.append("teacher.path: same vocabulary as the student")
+
+
+def _check_heads(spec: RunSpec, report: InputReport) -> None:
+    """Ranks that share a row have some heads each, of every model they hold beside the policy's."""
+    context = spec.core.context
+    held = {
+        "core.reference": spec.core.reference if spec.core.uses_reference else None,
+        "teacher.path": spec.teacher.path if spec.teacher is not None else None,
+    }
+    for name, path in held.items():
+        shape = read_config(path / "config.json") if path is not None else None
+        if shape is None or spec.core.backend != "torch":
+            continue
+        common = math.gcd(shape.heads, shape.kv_heads)
+        if common % context:
+            text = (
+                f"core.context = {context} does not divide its {shape.heads} heads and "
+                f"{shape.kv_heads} key/value heads; a divisor of {common} does"
+            )
+            report.problems.append((name, text))
 
 
 def vocabulary_digest(folder: Path) -> str | None:

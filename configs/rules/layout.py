@@ -76,6 +76,7 @@ def _backend(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             "core.data",
             because=f"data {core.data} x tensor {core.tensor} x context {core.context} = {ranks} "
             f"ranks do not divide into expert {core.expert}",
+            allowed=f"core.expert a divisor of {ranks}",
         )
 
 
@@ -90,7 +91,10 @@ def _model_sizes(spec: RunSpec, shape: ModelShape | None) -> Iterator[Finding]:
     ):
         if count % size:
             yield refused(
-                field, "model.path", because=f"{size} does not divide the model's {count} {name}"
+                field,
+                "model.path",
+                because=f"{size} does not divide the model's {count} {name}",
+                allowed=f"a divisor of {count}",
             )
     if core.backend == "torch" and (shape.heads % core.context or shape.kv_heads % core.context):
         yield refused(
@@ -105,6 +109,7 @@ def _model_sizes(spec: RunSpec, shape: ModelShape | None) -> Iterator[Finding]:
             "core.expert",
             "model.path",
             because=f"{core.expert} does not divide the model's {shape.experts} experts",
+            allowed=f"a divisor of {shape.experts}",
         )
     if shape.is_moe:
         return

@@ -118,7 +118,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "publication.bucket",
         "runtime.publication.broadcast:BroadcastTransport._send",
-        "engines wait for a bucket inside the collective, nothing is sent",
+        "a bucket is about to be sent, and engines may already wait for it",
     ),
     Point("publication.verify", _SWAP + "verify", "new weights are in place, unverified"),
     Point("publication.set_policy", _SWAP + "set_policy", "verified, under the old name"),

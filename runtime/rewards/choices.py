@@ -50,12 +50,14 @@ def _right(answer: Answer, choices: object) -> tuple[str, str]:
 def _settled_on(response: str, letters: str) -> str | None:
     one = f"[{letters[0]}-{letters[-1]}]"
     either = f"[{letters[0]}-{letters[-1]}{letters[0].lower()}-{letters[-1].lower()}]"
+    # No two repeats that stand side by side match the same character, and no run of them is entered
+    # from more than one start: a response is read in time linear in its length.
     for pattern in (
-        rf"\\boxed\{{\s*(?:\\text\{{)?\s*\(?({either})\)?\s*\}}",
-        rf"(?i:answer)\s*(?i:is|:)\s*:?\s*[*_]*\(?({one})\)?(?![A-Za-z])",
+        rf"\\boxed\{{\s*(?:\\text\{{\s*)?\(?({either})\)?\s*\}}",
+        rf"(?i:answer)\s*(?i:is|:)\s*(?::\s*)?[*_]*\(?({one})\)?(?![A-Za-z])",
         rf"\A\s*[*_(]*({either})[*_).]*\s*\Z",
         rf"\(({one})\)",
-        rf"(?m)^\s*({one})[.)](?:\s|$)",
+        rf"(?m)^[^\S\n]*({one})[.)](?:\s|$)",
     ):
         found = re.findall(pattern, response)
         if found:

@@ -27,6 +27,7 @@ _BUILT_IN = {
     "instructions": "runtime.rewards.instructions:instructions",
 }
 _INSTANT = {"exact_match", "multiple_choice"}
+"""Linear in the length of a response, whatever it says."""
 _NOT_YET = {"code", "judge", "http"}
 
 
@@ -50,7 +51,7 @@ class Verifier:
     arguments: Mapping[str, object]
     batched: bool
     is_instant: bool = False
-    """It compares texts and can neither hang nor end its process: the verdicts of a group may
+    """It compares texts in linear time and cannot end its process: the verdicts of a group may
     travel together, which costs the session a wake-up instead of one for each."""
 
     def judge(

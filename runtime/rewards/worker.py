@@ -21,8 +21,9 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,6 +31,8 @@ from runtime.rewards.verifiers import Verifier, VerifierSpec, load_verifier
 from runtime.rewards.wire import HEADER, MAX_REQUEST_BYTES, body_length, pack, unpack
 
 _TAIL_CHARS = 2000
+_HELD_S = 0.05
+"""Longest that verdicts wait for others while responses are judged: far below any time limit."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -111,25 +114,32 @@ def _prepare(hello: Mapping[str, Any]) -> dict[str, Verifier]:
 
 
 def _serve(
-    request: Mapping[str, Any], verifiers: Mapping[str, Verifier], replies: IO[bytes], tail: Tail
+    request: Mapping[str, Any],
+    verifiers: Mapping[str, Verifier],
+    replies: IO[bytes],
+    tail: Tail,
+    *,
+    now: Callable[[], float] = time.monotonic,
 ) -> None:
     verifier, number = verifiers[request["verifier"]], request["request"]
+    travel_together = verifier.is_instant and not request["apart"]
     tail.take()
     ready: list[object] = []
+    sent_at = now()
     try:
         verdicts = verifier.judge(request["responses"], request["answer"], request["metadata"])
         if verifier.batched:
             _reply(replies, number, {"verdicts": [_plain(verdict) for verdict in verdicts]})
             return
         for verdict in map(_plain, verdicts):
-            is_good = isinstance(verdict, float) and math.isfinite(verdict)
-            if verifier.is_instant and is_good:
-                ready.append(verdict)
-                continue
-            _reply_ready(replies, number, ready)
-            _reply(replies, number, {"verdicts": [verdict]})
-            if not is_good:
-                break  # the pool refuses it, and this process with it
+            if not (isinstance(verdict, float) and math.isfinite(verdict)):
+                _reply_ready(replies, number, ready)
+                _reply(replies, number, {"verdicts": [verdict]})
+                return  # the pool refuses it, and this process with it
+            ready.append(verdict)
+            if not travel_together or now() - sent_at > _HELD_S:
+                _reply_ready(replies, number, ready)
+                sent_at = now()
         _reply_ready(replies, number, ready)
     except Exception as exc:
         # The error is the next one's: those before it have their verdicts.

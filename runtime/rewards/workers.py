@@ -6,7 +6,8 @@
                |  a verdict that is no finite number        BadVerdict
 
 After each of these the worker is killed, and the response goes to a fresh one once more; the second
-error is the group's.
+error is the group's. Verdicts that travelled together may have been lost with the first worker, so
+the later ones send each by itself: the response that is charged is the one that failed.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class VerifierPool:
         async with self._slot(prompt):
             while len(verdicts) < len(texts):
                 try:
-                    await self._judge(prompt, texts, verdicts)
+                    await self._judge(prompt, texts, verdicts, apart=failed_at >= 0)
                 except DataError as error:
                     _log.warning(
                         "verifier.failed",
@@ -187,7 +188,9 @@ class VerifierPool:
         finally:
             self._slots.release()
 
-    async def _judge(self, prompt: Prompt, texts: Sequence[str], verdicts: list[float]) -> None:
+    async def _judge(
+        self, prompt: Prompt, texts: Sequence[str], verdicts: list[float], *, apart: bool
+    ) -> None:
         """Append verdicts of the texts that have none; only a full success spares the worker."""
         worker = await self._take()
         is_whole = False
@@ -199,6 +202,7 @@ class VerifierPool:
                 "responses": list(texts[len(verdicts) :]),
                 "answer": prompt.answer,
                 "metadata": dict(prompt.metadata),
+                "apart": apart,
             }
             await self._ask(worker, request, prompt, texts, verdicts)
             is_whole = True

@@ -117,3 +117,32 @@ def test_another_vocabulary_shows_both_digests(load: Load, tmp_path: Path) -> No
     assert "student" in message
     assert "teacher" in message
     assert problems(load, *opd, "teacher.path = 's'") == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "sets"),
+    [
+        ("teacher.path", ('algorithm = "opd"', "model = { path = 's' }", "teacher.path = 't'")),
+        (
+            "core.reference",
+            ("model = { path = 's' }", "core = { kl = 'k3', kl_coef = 0.1, reference = 't' }"),
+        ),
+    ],
+)
+def test_ranks_that_share_a_row_divide_the_heads_of_every_model(
+    load: Load, tmp_path: Path, field: str, sets: tuple[str, ...]
+) -> None:
+    sizes = {
+        "num_attention_heads": 12, "hidden_size": 48, "vocab_size": 9, "num_hidden_layers": 1,
+        "intermediate_size": 8,
+    }  # fmt: skip
+    for name, kv_heads in (("s", 4), ("t", 9)):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = sizes | {"num_key_value_heads": kv_heads}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes(b"")
+    sets = (*sets, "launch.gpus_per_replica = 3")
+    assert problems(load, *sets, "core.context = 1") == {}
+    message = problems(load, *sets, "core.context = 2")[field]
+    assert "12 heads and 9 key/value heads; a divisor of 3 does" in message

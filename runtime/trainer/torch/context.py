@@ -14,6 +14,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), attention by exchange of heads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -194,6 +195,11 @@ def put_together(part: Part, mine_N: Tensor, rows: int) -> Tensor:
     return cast("Tensor", _PutTogether.apply(mine_N, part.place_N, rows, part.group))
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending: what an error offers instead of a size that does not divide."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def require_divisible(config: Any, ranks: int, path: str) -> None:
     """Refuse a model whose heads cannot be divided among the ranks of a context group.
 
@@ -207,10 +213,12 @@ def require_divisible(config: Any, ranks: int, path: str) -> None:
     """
     heads = int(config.num_attention_heads)
     keys = int(getattr(config, "num_key_value_heads", None) or heads)
-    if heads % ranks or keys % ranks:
+    common = math.gcd(heads, keys)
+    if common % ranks:
         raise ConfigError(
             f"core.context = {ranks} does not divide the {heads} heads and {keys} key/value heads "
-            f"of {path}: ranks that share a row have some heads each",
+            f"of {path}, and ranks that share a row have some heads each: set core.context to one "
+            f"of {divisors(common)}",
             context=ranks,
             heads=heads,
             kv_heads=keys,

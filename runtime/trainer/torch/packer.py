@@ -90,9 +90,9 @@ def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
     return sequence.group, sequence.tokens[: sequence.prompt_len].tobytes()
 
 
-def flat_places(row: PackedRow, offset_S: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Flat places [N], within the collection, of a row's response tokens."""
-    return np.concatenate([np.arange(offset_S[i], offset_S[i + 1]) for i in row.members])
+def flat_places(members: abc.Sequence[int], offset_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Flat places [N], within the collection, of the response tokens of a row's ``members``."""
+    return np.concatenate([np.arange(offset_S[i], offset_S[i + 1]) for i in members])
 
 
 @torch.no_grad()
@@ -104,12 +104,12 @@ def score(
 ) -> Tensor:
     """Log-probs of all response tokens: float32 [R] on the CPU, whole on every rank. Collective."""
     # Not waited for until all rows run: the host packs a row while the one before it runs.
-    scored: list[tuple[PackedRow, Tensor]] = []
+    scored: list[tuple[abc.Sequence[int], Tensor]] = []
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_N, _, _ = scorer(row)
         if counts and packer.ranks.speaks:
-            scored.append((row, logprob_N.to("cpu", non_blocking=True)))
-    places = [flat_places(row, offset_S) for row, _ in scored]
+            scored.append((row.members, logprob_N.to("cpu", non_blocking=True)))
+    places = [flat_places(members, offset_S) for members, _ in scored]
     flat_R = np.zeros(int(offset_S[-1]), np.float32)
     if packer.ranks.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
@@ -136,7 +136,7 @@ def score_likeliest(
     for row, counts in packer.rows(sequences, range(len(sequences))):
         logprob_NK, id_NK, _ = scorer(row, num_likeliest=count)
         if counts and packer.ranks.speaks:
-            at = torch.from_numpy(flat_places(row, offset_S))
+            at = torch.from_numpy(flat_places(row.members, offset_S))
             logprob_RK[at], id_RK[at] = logprob_NK.cpu(), id_NK.cpu()
     ranks = packer.ranks
     return ranks.add_up_on_cpu(logprob_RK), ranks.add_up_on_cpu(id_RK)

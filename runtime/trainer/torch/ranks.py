@@ -13,7 +13,7 @@ from torch.distributed import (
 )
 
 from runtime.errors import ConfigError
-from runtime.trainer.torch.context import ContextGroup
+from runtime.trainer.torch.context import ContextGroup, divisors
 
 
 class Ranks:
@@ -81,8 +81,9 @@ class Ranks:
         """
         if self.size % context:
             raise ConfigError(
-                f"core.context = {context}: {self.size} trainer rank(s) do not divide into groups "
-                "of so many",
+                f"core.context = {context}: the {self.size} trainer rank(s) do not divide into "
+                f"groups of so many: set core.context to one of {divisors(self.size)}, or give the "
+                f"trainer a multiple of {context} ranks",
                 context=context,
                 ranks=self.size,
             )

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_WARPS = 4
-BACKWARD_WARPS = 4
+_FORWARD_WARPS = 4
+_BACKWARD_WARPS = 4
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def rotate_qkv(
         joint_TW, query, key, value, query_norm_E, key_norm_E, cos_TE, sin_TE, num_queries,
         num_keys, eps, QUERIES=triton.next_power_of_2(num_queries),
         KEYS=triton.next_power_of_2(num_keys), SIZE=size, HAS_NORM=query_norm_E is not None,
-        num_warps=FORWARD_WARPS,
+        num_warps=_FORWARD_WARPS,
     )  # fmt: skip
     return query, key, value
 
@@ -165,7 +165,7 @@ def rotate_qkv_backward(
         grad_query_THE, grad_key_TKE, grad_value_TKE, joint_TW, target_TW, partial, query_norm_E,
         key_norm_E, cos_TE, sin_TE, num_queries, num_keys, eps,
         QUERIES=triton.next_power_of_2(num_queries), KEYS=triton.next_power_of_2(num_keys),
-        SIZE=size, HAS_NORM=has_norm, num_warps=BACKWARD_WARPS,
+        SIZE=size, HAS_NORM=has_norm, num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     if query_norm_E is None or key_norm_E is None:
         return target_TW, joint_TW.new_empty(0), joint_TW.new_empty(0)

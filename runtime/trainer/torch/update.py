@@ -239,7 +239,7 @@ class Update:
         self, row: PackedRow, weight_S: NDArray[np.float64], counts: bool, policy_only: bool
     ) -> RowResult:
         with_entropy = self._loss.needs_entropy and not policy_only
-        at = flat_places(row, self._flat.offset_S)
+        at = flat_places(row.members, self._flat.offset_S)
         also_NK = self._picked(self._likeliest_RK, at)
         logprob_N, entropy_N, also_NK = self._m.weights.scorer(
             row, with_entropy=with_entropy, also_RK=also_NK

@@ -1,5 +1,9 @@
 """What each built-in verifier says of a response."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +87,51 @@ def test_math_without_a_readable_reference_is_a_failure_and_no_zero(answer):
 def test_multiple_choice_reads_the_letter_a_response_settles_on(response, letter):
     chosen = [x for x in "ABCD" if multiple_choice(response, x, {"choices": 4})]
     assert chosen == ([] if letter is None else [letter])
+
+
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "\\text{", "}", "answer", " is", ":", *"AbE() \n\t*._x"]))
+)
+def test_multiple_choice_reads_what_the_plainest_patterns_say(parts):
+    """Those are not linear: this is about what is read, the next test about how long it takes."""
+    plain = [
+        r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Da-d])\)?\s*\}",
+        r"(?i:answer)\s*(?i:is|:)\s*:?\s*[*_]*\(?([A-D])\)?(?![A-Za-z])",
+        r"\A\s*[*_(]*([A-Da-d])[*_).]*\s*\Z",
+        r"\(([A-D])\)",
+        r"(?m)^\s*([A-D])[.)](?:\s|$)",
+    ]
+    response = "".join(parts)
+    found = next(filter(None, (re.findall(p, response) for p in plain)), [None])[-1]
+    chosen = [x for x in "ABCD" if multiple_choice(response, x, {"choices": 4})]
+    assert chosen == ([] if found is None else [found.upper()])
+
+
+INSTANT = """
+import resource
+from itertools import product
+from runtime.rewards.verifiers import _INSTANT, VerifierSpec, load_verifier
+
+resource.setrlimit(resource.RLIMIT_CPU, (40, 40))
+options = {"exact_match": [{}, {"whole": False, "ignore_case": True}], "multiple_choice": [{}]}
+assert set(options) == _INSTANT
+starts = ["", r"\\boxed{", r"\\boxed{\\text{", "answer", "answer:", "(A", "A.", "\\n"]
+runs = [" ", "\\n", " \\n", "*", "(", ").", ":", " :", r"\\boxed{", "answer ", "A.", "A"]
+for name in sorted(_INSTANT):
+    for arguments, start, run in product(options[name], starts, runs):
+        response = start + run * (100_000 // len(run)) + "!"
+        answer = "A" if name == "multiple_choice" else run * (30_000 // len(run)) + "?"
+        spec = VerifierSpec(name=name, arguments=arguments)
+        verdicts = load_verifier(spec).judge([response], answer, {"choices": 4})
+        assert all(verdict in (0, 1) for verdict in verdicts)
+print("all judged")
+"""
+
+
+def test_instant_verifiers_are_linear_in_what_they_read():
+    """In processor time: a quadratic one needs more than the limit for any one of the responses."""
+    done = subprocess.run([sys.executable, "-c", INSTANT], capture_output=True, text=True)
+    assert done.stdout == "all judged\n", (done.returncode, done.stderr)
 
 
 def test_multiple_choice_takes_the_text_of_a_choice_as_answer():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -236,19 +237,61 @@ def test_verdicts_of_an_instant_verifier_travel_together_up_to_what_is_none(verd
 
     request = {
         "request": 7, "verifier": "v", "responses": ["0", "1", "2"][: len(verdicts)],
-        "answer": None, "metadata": {},
+        "answer": None, "metadata": {}, "apart": False,
     }  # fmt: skip
-    replies = io.BytesIO()
-    instant = Verifier(verifier, {}, batched=False, is_instant=True)
-    worker._serve(request, {"v": instant}, replies, worker.Tail())
-    replies.seek(0)
-    sent = []
-    while header := replies.read(HEADER.size):
-        sent.append(unpack(replies.read(body_length(header, limit=MAX_REPLY_BYTES))))
+    sent = sent_by(verifier, request)
     assert [frame.get("verdicts", frame.get("error")) for frame in sent] == [
         pytest.approx(each, nan_ok=True) if isinstance(each, list) else each for each in frames
     ]
     assert {frame["request"] for frame in sent} == {7}
+
+
+def sent_by(verifier, request, **options):
+    """The frames with which a worker answers for an instant verifier."""
+    replies = io.BytesIO()
+    instant = Verifier(verifier, {}, batched=False, is_instant=True)
+    worker._serve(request, {"v": instant}, replies, worker.Tail(), **options)
+    replies.seek(0)
+    sent = []
+    while header := replies.read(HEADER.size):
+        sent.append(unpack(replies.read(body_length(header, limit=MAX_REPLY_BYTES))))
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("apart", "frames"), [(False, [[1, 1, 1], [1], [1, 1]]), (True, [[1]] * 6)]
+)
+def test_verdicts_travel_no_later_than_a_moment_after_the_last_ones(apart, frames):
+    """A group of slow responses meets no limit as one, and whoever is retried waits for nobody."""
+    clock = [0.0]
+
+    def verifier(response, answer, metadata):
+        clock[0] += float(response)
+        return 1
+
+    request = {
+        "request": 7, "verifier": "v", "responses": ["0.01", "0.02", "0.03", "9", "0", "0.05"],
+        "answer": None, "metadata": {}, "apart": apart,
+    }  # fmt: skip
+    sent = sent_by(verifier, request, now=lambda: clock[0])
+    assert [frame["verdicts"] for frame in sent] == frames
+
+
+async def test_an_instant_verifier_that_fails_charges_the_response_it_failed_on(module, calls):
+    """Though the verdicts that its siblings had were lost with the first worker."""
+    (module / "instant_verifiers.py").write_text(
+        "from runtime.rewards import verifiers\n"
+        "from their_verifiers import misbehave\n"
+        "verifiers._INSTANT.add('instant_verifiers:misbehave')\n"
+    )
+    prompt = replace(calls.prompt("misbehave"), verifier="instant_verifiers:misbehave")
+    async with pool(module, VerifierSpec(name=prompt.verifier)) as verifiers:
+        assert await verifiers.judge(prompt, ["good", "once", "fine"]) == [1, 1, 1]
+        assert calls.responses == ["good", "once", "good", "once", "fine"]
+        with pytest.raises(VerifierCrashed, match="exited with 3") as caught:
+            await verifiers.judge(prompt, ["good", "exit", "never"])
+        assert caught.value.detail["response"] == "exit"
+        assert calls.responses[5:] == ["good", "exit", "good", "exit", "exit"]
 
 
 async def test_the_limit_is_for_each_response_and_not_for_the_group(module, calls):

@@ -129,18 +129,20 @@ def test_joint_projections_give_the_same_model(model_folder: Path) -> None:
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_trained: bool) -> None:
     """Joint weights read where they lie: the very same log-probs, also later."""
-    sequences = make_sequences(5)
+    sequences, ranks = make_sequences(5), Ranks()
     bins = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
-    row = pack_row(bins, sequences, torch.device("cpu"))
+    row = pack_row(bins, sequences, ranks.device)
+    # A GPU may choose another kernel for weights that lie elsewhere: then equal but for rounding.
+    allowed = 0.0 if ranks.device.type == "cpu" else 0.02
     scorer = load_scorer(
         str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
         joint_projections=True,
     )  # fmt: skip
     masters: list[nn.Parameter] = []
     if is_trained:
-        masters = Weights(scorer, Ranks(), torch.bfloat16).masters
+        masters = Weights(scorer, ranks, torch.bfloat16).masters
     else:
-        Weights.frozen(scorer, Ranks(), torch.bfloat16)
+        Weights.frozen(scorer, ranks, torch.bfloat16)
     joint = [m for m in scorer.modules() if getattr(m, "joint_weight", None) is not None]
     assert len(joint) == 4  # attention and MLP of two layers
     seen: list[Tensor] = []
@@ -148,7 +150,7 @@ def test_scoring_without_copies_follows_the_weights(model_folder: Path, is_train
         wanted, _, _ = scorer(row)  # with a gradient: concatenated
         with torch.no_grad():
             got, _, _ = scorer(row)
-            assert torch.equal(got, wanted.detach())
+            torch.testing.assert_close(got, wanted.detach(), atol=allowed, rtol=allowed)
             seen.append(got)
             for param in masters or scorer.parameters():
                 param.mul_(1.5)
