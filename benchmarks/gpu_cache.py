@@ -19,6 +19,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -340,6 +341,7 @@ def main() -> None:
     elif arguments.make:
         make_model(arguments.make, shape)
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what it started is taken along
         Bench(arguments).run()
 
 
