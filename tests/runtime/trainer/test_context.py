@@ -33,7 +33,7 @@ from tests.runtime.trainer.test_ranks import (
 )
 from tests.runtime.trainer.tiny import make_sequences
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 
 def one_long(collection: int) -> TrainBatch:
