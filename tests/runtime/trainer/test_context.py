@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from runtime.errors import ConfigError
 from runtime.trainer.protocol import TrainBatch
 from runtime.trainer.settings import LossSettings, TrainerSettings
+from runtime.trainer.torch import backend
 from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.compiled import compile_layers
 from runtime.trainer.torch.context import ContextGroup, Part, exchange, shares, to_heads, to_tokens
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import load_scorer
@@ -140,6 +142,32 @@ def test_two_pairs_of_ranks_equal_one(
     work = partial(four_ranks, model_folder, sharing(jobs["mixed"]))
     for (found,) in in_ranks(4, work, tmp_path):
         require_same(alone["mixed"], Found(**found))
+
+
+def compiled_short(model: Path, settings: TrainerSettings, ranks: Ranks) -> dict[str, Any]:
+    """A step and scores of rows of which one has a single token; by a backend without code."""
+    backend.compile_layers = partial(compile_layers, backend="aot_eager")
+    trainer = TorchTrainer(settings, ranks)
+    trainer.load(str(model))
+    values = trainer.train_step(shortest(1)).values
+    scores = [
+        torch.from_numpy(s) for s in trainer.score(shortest(9).sequences[:1], temperature=1.0)
+    ]
+    return {"values": values, "scores": scores}
+
+
+def test_compiled_ranks_share_a_row_of_one_token(model_folder: Path, tmp_path: Path) -> None:
+    # No reference: it would be compiled too.
+    settings = replace(SETTINGS, max_tokens_per_bin=9, loss=LossSettings.named("grpo"))
+    alone = TorchTrainer(settings)
+    alone.load(str(model_folder))
+    values = figures(alone.train_step(shortest(1)).values)
+    scores = alone.score(shortest(9).sequences[:1], temperature=1.0)
+    shared = replace(settings, context=2, compile=True, activation_checkpointing=True)
+    for found in in_ranks(2, partial(compiled_short, model_folder, shared), tmp_path):
+        assert figures(found["values"]) == pytest.approx(values, rel=2e-4, abs=1e-5)
+        for mine, theirs in zip(scores, found["scores"], strict=True):
+            np.testing.assert_allclose(theirs, mine, atol=1e-4, rtol=1e-4)
 
 
 def check_exchange(ranks: Ranks) -> None:
