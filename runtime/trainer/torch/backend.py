@@ -18,13 +18,14 @@ from runtime.errors import ConfigError, ContractViolation, PartialWrite
 from runtime.trainer.packing import Cost, by_flops, by_tokens
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch.compiled import compile_layers
 from runtime.trainer.torch.exports import AdapterExport, BaseExport, in_buckets
 from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.record import MASTER, RNG_CPU, RNG_CUDA, RankRecord, RowSlice
-from runtime.trainer.torch.scorer import PackedScorer, compile_layers, load_scorer
+from runtime.trainer.torch.scorer import PackedScorer, load_scorer
 from runtime.trainer.torch.staging import Staging
 from runtime.trainer.torch.state import StoredState, base_digest
 from runtime.trainer.torch.update import Machinery, Update

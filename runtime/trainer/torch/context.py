@@ -48,14 +48,16 @@ class ContextGroup:
 
         Returns:
             The row with tokens, positions and sources of this rank, these counted from its first
-            token, and with ``place_N``; and the tokens of each rank. A rank may have none that
-            predicts. Where it has none at all, which only a row of less than P tokens leaves, it
-            gets one that takes part in nothing: models cannot run without any.
+            token, and with ``place_N``; and the tokens of each rank, at least 1. A rank may have
+            none that predicts. In a row of less than P tokens the last ranks get its first one,
+            spare: models cannot run without any, and an exchange of nothing would be left out by
+            a compiler, on one rank alone.
         """
-        sizes = shares(len(row["token_T"]), self.size)
+        tokens = len(row["token_T"])
+        sizes = shares(max(tokens, self.size), self.size)
         start = sum(sizes[: self.rank])
         end = start + sizes[self.rank]
-        mine = slice(start, end) if end > start else slice(0, 1)
+        mine = slice(start, end) if start < tokens else slice(0, 1)
         source_R = row["source_R"]
         place_N = np.flatnonzero((source_R >= start) & (source_R < end))
         part: Arrays = {
@@ -81,7 +83,10 @@ class Part:
     group: str
     """Name of the process group."""
     sizes: tuple[int, ...]
-    """Tokens of each rank of the group, in the row's order."""
+    """Tokens of each rank of the group, in the row's order; none is 0."""
+    spare: int
+    """Of those, tokens after the row's T that take part in nothing; 0 but in rows of less than P.
+    """
     place_N: Tensor
     """int64 [N] which of the row's response tokens are predicted here, ascending."""
 
@@ -97,8 +102,6 @@ def to_heads(part: Part, *slices: Tensor) -> list[Tensor]:
         [1, h, T, D] of each.
     """
     ranks, own = len(part.sizes), part.sizes[part.rank]
-    if not own:
-        slices = tuple(x[:, :, :0] for x in slices)
     heads = [x.shape[1] // ranks for x in slices]
     # [P, t, h, D] of each, then one copy: what goes to a rank lies together.
     by_rank = [
@@ -107,6 +110,8 @@ def to_heads(part: Part, *slices: Tensor) -> list[Tensor]:
     ]
     joint = torch.cat(by_rank, 2).flatten(0, 1)
     whole = exchange(joint, [own] * ranks, list(part.sizes), part.group)
+    if part.spare:
+        whole = whole[: -part.spare]
     parts = whole.split(heads, 1)
     return [x_ThD.transpose(0, 1)[None] for x_ThD in parts]
 
@@ -114,15 +119,18 @@ def to_heads(part: Part, *slices: Tensor) -> list[Tensor]:
 def to_tokens(part: Part, out_1ThD: Tensor) -> Tensor:
     """The way back: [1, T, h, D] of this rank's heads to [1, t, H, D] of its tokens."""
     ranks, own = len(part.sizes), part.sizes[part.rank]
-    mine = exchange(out_1ThD.squeeze(0), list(part.sizes), [own] * ranks, part.group)
-    out_tHD = mine.view(ranks, own, *mine.shape[1:]).transpose(0, 1).flatten(1, 2)
-    if not own:
-        # Padded, not made anew: the way back through the exchange is the others' too.
-        out_tHD = pad(out_tHD, (0, 0, 0, 0, 0, 1))
-    return out_tHD[None]
+    out_ThD = out_1ThD.squeeze(0)
+    if part.spare:
+        out_ThD = pad(out_ThD, (0, 0, 0, 0, 0, part.spare))
+    mine = exchange(out_ThD, list(part.sizes), [own] * ranks, part.group)
+    return mine.view(ranks, own, *mine.shape[1:]).transpose(0, 1).flatten(1, 2)[None]
 
 
-# An operator of its own, so that a compiler takes it as it is, sizes that change included.
+# An operator of its own, so that a compiler takes it as it is, sizes that change included. To it a
+# collective is a function like any other: it may leave out one whose result is not needed. So no
+# result is empty (``Part.sizes``), and the one order there is follows from the data: each exchange
+# of a layer needs what came of the one before. As an ordered effect it cannot be declared: graphs
+# that recompute a layer then fail (torch 2.13).
 @torch.library.custom_op("milepost::exchange", mutates_args=())
 def exchange(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Give each rank of a group some rows of ``x`` and get theirs; collective.

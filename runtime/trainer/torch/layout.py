@@ -256,7 +256,13 @@ def _shared(
     divided, sizes = context.divide(row)
     tensors = _together(divided, torch.int64, device)
     place_N = tensors.pop("place_N")
-    part = Part(rank=context.rank, group=context.name, sizes=sizes, place_N=place_N)
+    part = Part(
+        rank=context.rank,
+        group=context.name,
+        sizes=sizes,
+        spare=sum(sizes) - len(row["token_T"]),
+        place_N=place_N,
+    )
     return tensors, part
 
 

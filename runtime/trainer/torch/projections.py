@@ -104,8 +104,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 def join_weights(model: nn.Module, *, may_move: bool) -> int:
     """Give blocks of ``fuse_projections`` their joint weight, for passes without a gradient.
 
-    For whole weights, in the dtype and on the device where they stay. Which blocks get one follows
-    from their shapes alone: models of one shape share compiled graphs, so all have them or none.
+    For whole weights, in the dtype and on the device where they stay; before layers are compiled.
 
     Args:
         model: trained or only scored.

@@ -78,6 +78,7 @@ class Ranks:
 
         Raises:
             ConfigError: if the ranks do not divide into such groups.
+            RuntimeError: before ``join``.
         """
         if self.size % context:
             raise ConfigError(
@@ -92,6 +93,8 @@ class Ranks:
         self.context = None
         if context == 1:
             return
+        if not dist.is_initialized():
+            raise RuntimeError("ranks that share rows need a process group: call join first")
         for first in range(0, self.size, context):
             # Every rank takes part in making every group.
             made: Any = dist.new_group(list(range(first, first + context)), timeout=self._limit)
@@ -137,9 +140,10 @@ class Ranks:
         return self.add_up(value.to(self.device)).cpu()
 
     def leave(self) -> None:
-        """Destroy the group. Idempotent."""
+        """Destroy the group, and with it those that share rows. Idempotent."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+        self.context = None
         self._store = None
 
     @property

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -149,30 +147,6 @@ def load_scorer(
     if joint_projections:
         fuse_projections(model)
     return scorer
-
-
-def compile_layers(scorer: PackedScorer) -> None:
-    """Each layer and the last norm by themselves: one graph for all layers, no masks in it.
-
-    Comes after sharding. What a sharded layer does around its forward pass, gathering and freeing
-    its weights, stays outside the graph.
-    """
-    # Products with inputs that are cheap to make again (norms, the gated activation) need not keep
-    # them from the forward pass: 7 of 36 GiB, at no cost that could be measured.
-    functorch_config.ban_recompute_materialized_backward = False
-    # A loaded model's modules are never changed, so looking at them before each call only costs.
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    }
-    for layer in scorer.layers:
-        if isinstance(layer, FSDPModule):
-            sharded: Any = layer
-            sharded.forward = torch.compile(sharded.forward, options=options)
-        else:
-            layer.compile(options=options)
-    norm = getattr(scorer.causal_lm.base_model, "norm", None)
-    if isinstance(norm, nn.Module):
-        norm.compile(options=options)
 
 
 def _require_supported(config: Any) -> None:

@@ -70,7 +70,6 @@ class Weights:
         else:
             for param in scorer.parameters():
                 param.data = param.data.to(dtype)
-            # As the policy has them: both run the same compiled graphs.
             join_weights(scorer, may_move=True)
         return scorer
 

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import shutil
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +22,12 @@ from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 from tests.runtime.trainer.tiny import make_sequences
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
+
+COLLECTIVE_S = 300.0
+"""Of a loaded machine: one rank may wait this long for another."""
+RANKS_S = 600.0
+"""For all that the ranks of one test do."""
 
 SETTINGS = TrainerSettings(
     loss=LossSettings.named("grpo", kl="k3", kl_coef=0.1, entropy_coef=0.01),
@@ -115,11 +122,16 @@ def rank_main(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     ranks = Ranks(rank, size)
-    if rank == 0:
-        pipe.send(ranks.listen("127.0.0.1", timeout_s=60))
-    ranks.join("127.0.0.1", 0 if rank == 0 else pipe.recv(), backend="gloo", timeout_s=60)
-    torch.save(work(ranks), to / f"found-{size}-{rank}.pt")
-    ranks.leave()
+    try:
+        if rank == 0:
+            pipe.send(ranks.listen("127.0.0.1", timeout_s=COLLECTIVE_S))
+        port = 0 if rank == 0 else pipe.recv()
+        ranks.join("127.0.0.1", port, backend="gloo", timeout_s=COLLECTIVE_S)
+        torch.save(work(ranks), to / f"found-{size}-{rank}.pt")
+        ranks.leave()
+    except BaseException:
+        (to / f"failed-{size}-{rank}.txt").write_text(traceback.format_exc())
+        raise
 
 
 def run_ranks(size: int, model: Path, jobs: list[Job], to: Path) -> list[list[Found]]:
@@ -145,18 +157,26 @@ def in_ranks(size: int, work: Callable[[Ranks], object], to: Path) -> list[Any]:
             process.start()
             processes.append(process)
             pipes.append(ours)
-        assert pipes[0].poll(90), "rank 0 did not listen"
+        assert pipes[0].poll(COLLECTIVE_S), f"rank 0 did not listen\n{last_words(size, to)}"
         port = pipes[0].recv()
         for pipe in pipes[1:]:
             pipe.send(port)
+        end = time.monotonic() + RANKS_S
         for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0] * size
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * size, f"{codes}\n{last_words(size, to)}"
     finally:
         for process in processes:
             process.kill()
             process.join()
     return [torch.load(to / f"found-{size}-{rank}.pt") for rank in range(size)]
+
+
+def last_words(size: int, to: Path) -> str:
+    """What the ranks that failed said, the first of them first."""
+    said = sorted(to.glob(f"failed-{size}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in said)
 
 
 @pytest.fixture(scope="module")
