@@ -49,27 +49,11 @@ class Variants:
 
     def scoring(self) -> dict[str, Call]:
         """By name; the first is what all others are compared with."""
-        return {
-            "now": self.score,
-            "transformers' own forward": self._by_transformers(self.score),
-        }
+        return {"now": self.score}
 
     def stepping(self) -> dict[str, Call]:
         """The same for a whole step."""
         return {"now": self._step}
-
-    def _by_transformers(self, action: Call) -> Call:
-        """Layers called by the model's class, with masks and rotations made in every pass."""
-
-        def call() -> object:
-            decoder = self.machinery.weights.scorer.decoder
-            before, decoder.walks = decoder.walks, False
-            try:
-                return action()
-            finally:
-                decoder.walks = before
-
-        return call
 
     @torch.no_grad()
     def replay(self) -> object:

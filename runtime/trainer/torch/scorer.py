@@ -12,7 +12,6 @@ from transformers.utils import logging
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.attention import NAME
 from runtime.trainer.torch.context import put_together, require_divisible
-from runtime.trainer.torch.decoder import Decoder
 from runtime.trainer.torch.head import chunked_logprobs, likeliest
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.projections import fuse_projections
@@ -28,7 +27,6 @@ class PackedScorer(nn.Module):
     def __init__(self, causal_lm: Any, *, temperature: float, chunk: int) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.decoder = Decoder(causal_lm.base_model)
         self._temperature = temperature
         self._chunk = chunk
 
@@ -53,7 +51,13 @@ class PackedScorer(nn.Module):
             log-probs [R, K] of the further tokens. With ``num_likeliest``: log-probs [R, K], ids
             [R, K], and nothing.
         """
-        hidden_RD = self.decoder(row).index_select(0, row.source_R)
+        hidden_1TD = self.causal_lm.base_model(
+            input_ids=row.token_T[None],
+            position_ids=row.position_T[None],
+            use_cache=False,
+            packed=row,
+        ).last_hidden_state
+        hidden_RD = hidden_1TD.squeeze(0).index_select(0, row.source_R)
         target_R, part = row.target_R, row.part
         if part is not None:  # the output layer sees this rank's places alone
             target_R = target_R.index_select(0, part.place_N)
