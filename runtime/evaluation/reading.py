@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-import structlog
-
 from runtime.errors import StoreError
 from runtime.evaluation.found import EVERY, at_update, evaluation_folders
 from runtime.evaluation.receipts import FIRST_DELAY_S, EvaluationReceipt, derive
@@ -15,8 +13,6 @@ from runtime.rundir import history
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import Record
 from runtime.telemetry.events import Event
-
-_log: structlog.stdlib.BoundLogger = structlog.get_logger("evaluation")
 
 
 def readings_of(
@@ -43,7 +39,7 @@ def readings_of(
             stands = history.is_standing(records, found)
             receipt = derive(path, stands=stands, first_delay_s=first_delay_s)
         except StoreError as error:
-            _log.warning(Event.EVALUATION_FAILED, folder=str(path), error=error.message)
+            _tell(path, error)
             yield path, error
             continue
         if receipt is not None:
@@ -82,3 +78,10 @@ def standing_result(
         own = root.evaluation(str(PolicyId(newest.epoch, update)), set_name)
         derive(own, stands=True)
     return None
+
+
+def _tell(path: Path, error: StoreError) -> None:
+    import structlog  # here alone: it brings rich, which `status` has no need of
+
+    log = structlog.get_logger("evaluation")
+    log.warning(Event.EVALUATION_FAILED, folder=str(path), error=error.message)
