@@ -58,7 +58,7 @@ test-sglang: $(STAMP) $(STAMP_SGLANG)
 	MILEPOST_REQUIRE_SGLANG=1 MILEPOST_SGLANG_PYTHON=$(VENV_SGLANG)/bin/python \
 		$(BIN)/python -m pytest -m sglang
 
-# The same suite and deaths on one CUDA GPU, with a SGLang of its own: some three minutes.
+# The same suite and deaths on one CUDA GPU, with a SGLang of its own.
 test-sglang-gpu: $(STAMP)
 	$(BIN)/python -m tests.contracts.on_gpu --python $(SGLANG_GPU_PYTHON) --out runs/sglang-gpu
 

@@ -42,7 +42,7 @@ def server_environment(
     """The owner's environment with what the server needs; devices are as Ray has masked them."""
     caches = Path(settings.cache_root or platformdirs.user_cache_path("milepost") / "engines")
     env = environment_of_another(environ, first=(private / "plugins", ROOT))
-    # Compiled things outlive a server: the next start finds them, 92 s become 22 s on an H200.
+    # Compiled things outlive a server: the next start finds them.
     for name, folder in parts.environment(caches).items():
         # A session that keeps an archive of caches has pointed its processes at its own folder.
         if settings.cache_root is not None or not env.get(name):

@@ -12,21 +12,20 @@ from tests.runtime.trainer.tiny import make_sequences, tiny_config
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, wide enough apart that wrong attention shows in the log-probs."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder)
-    return folder
+    return _saved(tmp_path_factory.mktemp("tiny"), seed=7)
 
 
 @pytest.fixture(scope="session")
 def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape with other weights."""
-    folder = tmp_path_factory.mktemp("teacher") / "model"
+    return _saved(tmp_path_factory.mktemp("teacher"), seed=8)
+
+
+def _saved(folder: Path, *, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder)
-    return folder
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(tiny_config()).save_pretrained(folder / "model")
+    return folder / "model"
 
 
 @pytest.fixture
