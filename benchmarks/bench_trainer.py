@@ -6,9 +6,10 @@ layers (N parameters without the embedding look-up, the output layer in, T token
 head_size sum(S^2) for causal attention (L layers, S the lengths); a scoring pass is a third of it.
 
     python -m benchmarks.bench_trainer --out p10.json
-    python -m benchmarks.bench_trainer --cases packed,eager --steps 8 --out p10.json
+    python -m benchmarks.bench_trainer --cases packed,torch,mixed,mixed-torch --out p10.json
     python -m benchmarks.bench_trainer --cases variants --steps 8 --out variants.json
 
+Cases named ``torch`` run without kernels of other libraries (``runtime.trainer.torch.cute``).
 The case ``variants`` times other ways to score and to step in turn with the trainer's own, and says
 where the GPU stands idle in a call (``trainer_variants``, ``trainer_timeline``).
 
@@ -163,6 +164,8 @@ class Bench:
         self.config = model_config(tiny=arguments.tiny)
         self.lengths = [16] * 4 if arguments.tiny else [2048] * 8
         self.ceiling = 0.0
+        self.facts: dict[str, object] = {}
+        """Of the last trainer loaded, and how long that took: kernels are checked in it."""
 
     def make_model(self) -> None:
         """Random weights, written as a model folder."""
@@ -187,20 +190,23 @@ class Bench:
             max_mean_logprob_gap=100.0,  # the same responses for every update: they age
         )
         made = TorchTrainer(replace(settings, **changes))
-        made.load(str(self.folder))
+        (took,) = timed(lambda: self.facts.update(made.load(str(self.folder))), 1)
+        self.facts["load_s"] = round(took / 1e3, 2)
         return made
 
     def case(self, name: str) -> dict[str, Any]:
         """Cold start, steps, scoring pass and memory of one case."""
         vocab = self.config.vocab_size
         lengths = self.lengths
-        if name == "mixed" and not self.arguments.tiny:
+        if name.startswith("mixed") and not self.arguments.tiny:
             lengths = list(MIXED)
         siblings, prompt = (4, lengths[0] // 2) if name == "shared" else (1, 1)
         sequences = make_sequences(lengths, vocab, prompt=prompt, siblings=siblings)
         changes: dict[str, Any] = {"compile": False} if name == "eager" else {}
         if name == "checkpointed":
             changes["activation_checkpointing"] = True
+        if name.endswith("torch"):
+            changes["kernels"] = "torch"
         one = self.trainer(**changes)
         (cold,) = timed(lambda: one.score(sequences, temperature=1.0), 1)
         scores = one.score(sequences, temperature=1.0)
@@ -222,6 +228,8 @@ class Bench:
         flop = flop_of_pass(self.config, lengths)
         found: dict[str, Any] = {
             "case": name,
+            "kernels": self.facts["kernels"],
+            "load_s": self.facts["load_s"],
             "step": summary(train) | {"all": [round(ms, 1) for ms in train]},
             "score": summary(score),
             "step_over_matmul": round(3 * flop / statistics.median(train) * 1e3 / beside, 4),
@@ -419,7 +427,7 @@ def show(found: dict[str, Any]) -> str:
         lines.append(
             f"{case['case']:>13}: step {step['ms']} ms [{step['min']}, {step['max']}] = "
             f"{case['step_over_matmul']}, score {score['ms']} ms = {case['score_over_matmul']}, "
-            f"peak {case['peak_gib']} GiB, cold {case['cold_s']}"
+            f"peak {case['peak_gib']} GiB, cold {case['cold_s']}, kernels {case['kernels']}"
         )
         lines += [f"{'':>15}{key} {case[key]}" for key in ("agreement", "stage") if key in case]
         profile = case.get("profile")

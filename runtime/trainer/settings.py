@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from configs.core import Core, OptimizerName
+from configs.core import AttentionBackend, Core, OptimizerName
 from configs.lora import Lora
 from configs.loss import LOSSES, Aggregation, LossName, Ratio
 from configs.rollout import Rollout
@@ -18,6 +18,16 @@ from configs.teacher import Teacher
 
 KlKind = Literal["off", "k1", "k2", "k3"]
 DTypeName = Literal["float32", "bfloat16"]
+KernelChoice = Literal["auto", "torch", "cute"]
+
+
+_KERNELS: dict[AttentionBackend, KernelChoice] = {
+    "auto": "auto",
+    "flash_4": "cute",
+    "flash_3": "cute",
+    "flash_2": "torch",
+    "sdpa": "torch",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +185,9 @@ class TrainerSettings:
     compile: bool = False
     joint_projections: bool | None = None
     """q, k, v as one product, gate and up as another; None: on a GPU, where it pays."""
+    kernels: KernelChoice = "auto"
+    """Of attention and large products: torch's own, or those of flash-attn-4 and quack-kernels
+    ("cute"), which "auto" takes where they can be had."""
     head_chunk_tokens: int = 4096
     """Rows of logits that exist at one time."""
     max_mean_logprob_gap: float = 1e-4
@@ -235,6 +248,7 @@ def from_spec(
         updates_per_collection=core.updates_per_collection,
         activation_checkpointing=core.activation_checkpointing,
         compile=core.compile,
+        kernels=_KERNELS[core.attention_backend],
         max_mean_logprob_gap=core.mean_logprob_gap(dtype),
         policy_grad_norm_every=core.policy_grad_norm_every,
         max_skipped_steps=core.max_skipped_steps,

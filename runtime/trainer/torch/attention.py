@@ -1,9 +1,9 @@
 """Attention over a packed row, as an attention function of transformers.
 
-Projections and MLP run on the row without padding. Here a row of equally long sequences is looked
-at as [sequences, heads, longest, head size], other rows are regrouped to that, so that one causal
-SDPA call does; where that would be mostly padding, torch's variable-length kernel takes the row as
-it is (``layout.choose_shape``).
+Projections and MLP run on the row without padding. With kernels of ``cute`` attention does too
+(``flash``). Otherwise a row of equally long sequences is looked at as [sequences, heads, longest,
+head size], and others are regrouped to that, so that one causal SDPA call does; where that would be
+mostly padding, torch's variable-length kernel takes the row as it is (``layout.choose_shape``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from transformers import AttentionInterface
 
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.context import to_heads, to_tokens
+from runtime.trainer.torch.cute import takes_heads
+from runtime.trainer.torch.flash import flash
 from runtime.trainer.torch.layout import PackedRow
 
 NAME = "milepost_packed"
@@ -83,8 +85,10 @@ def _attend(
 ) -> Tensor:
     """[1, T, H, D] of a whole row, in the shape that was chosen for it."""
     heads, head_dim = query_1HTD.shape[1], query_1HTD.shape[3]
-    if packed.shape == "ragged":
-        return _ragged(query_1HTD, key_1KTD, value_1KTD, packed, scaling)
+    is_flash = packed.kernel == "cute" and takes_heads(head_dim)
+    if is_flash or packed.shape == "ragged":
+        scale = head_dim**-0.5 if scaling is None else scaling
+        return _as_it_lies(query_1HTD, key_1KTD, value_1KTD, packed, scale, is_flash=is_flash)
     group = _view if packed.shape == "rectangular" else _regroup
     query = group(query_1HTD, packed.row_SL)
     key = group(key_1KTD, packed.row_SL)
@@ -98,21 +102,26 @@ def _attend(
     return flat.view(1, -1, heads, head_dim)
 
 
-def _ragged(
+def _as_it_lies(
     query_1HTD: Tensor,
     key_1KTD: Tensor,
     value_1KTD: Tensor,
     packed: PackedRow,
-    scaling: float | None,
+    scale: float,
+    *,
+    is_flash: bool,
 ) -> Tensor:
-    """[1, T, H, D] by the variable-length kernel; queries are the last ones of their sequence."""
+    """[1, T, H, D] of a row that is not regrouped; queries are the last ones of their sequence."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if packed.key_K.shape[0]:
         key, value = key.index_select(0, packed.key_K), value.index_select(0, packed.key_K)
     longest = packed.row_SL.shape[1]
+    if is_flash:
+        out, _ = flash(query, key, value, packed.query_ends_S1, packed.key_ends_S1, longest, scale)
+        return out[None]
     out = varlen_attn(
         query, key, value, packed.query_ends_S1, packed.key_ends_S1, longest, longest,
-        scale=scaling, window_size=(-1, 0), **_GROUPED_HEADS,
+        scale=scale, window_size=(-1, 0), **_GROUPED_HEADS,
     )  # fmt: skip
     return cast("Tensor", out)[None]
 

@@ -18,8 +18,10 @@ from runtime.errors import ConfigError, ContractViolation, PartialWrite
 from runtime.trainer.packing import Cost, by_flops, by_tokens
 from runtime.trainer.protocol import Sequence, StagedState, TrainBatch, TrainMetrics
 from runtime.trainer.settings import TrainerSettings
+from runtime.trainer.torch import cute
 from runtime.trainer.torch.compiled import compile_layers
 from runtime.trainer.torch.exports import AdapterExport, BaseExport, in_buckets
+from runtime.trainer.torch.layout import Kernel
 from runtime.trainer.torch.lora import adapt
 from runtime.trainer.torch.optimizer import Optimizer
 from runtime.trainer.torch.packer import Packer, score
@@ -42,6 +44,7 @@ class TorchTrainer:
         self.consumed_digest = ""
         self._skipped_steps = 0
         self._is_warm = False
+        self._takes_cute = False
         self._staging = Staging()
         self._machinery: Machinery | None = None
         self._base_digest: str | None = None
@@ -51,14 +54,17 @@ class TorchTrainer:
         """Load HF weights and make a fresh optimizer; facts about the model.
 
         Returns:
-            vocab_size, num_parameters, tied, context_length, eos (list of ids), dtype.
+            vocab_size, num_parameters, tied, context_length, eos (list of ids), dtype, kernels.
 
         Raises:
             UnavailableFeature: if the model needs something this backend lacks.
-            ConfigError: if ``settings.context`` does not divide the ranks, or a model's heads.
+            ConfigError: if ``settings.context`` does not divide the ranks, or a model's heads, or
+                ``settings.kernels`` asks for some that cannot be had.
         """
         settings = self.settings
         self.ranks.share_rows(settings.context)
+        dtype = getattr(torch, settings.dtype)
+        self._takes_cute = cute.settle(settings.kernels, self.ranks.device, dtype)
         torch.manual_seed(settings.seed + self.ranks.rank)
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -67,7 +73,7 @@ class TorchTrainer:
         scorer = self._load_scorer(model_path, trained=True)
         if lora is not None:
             adapt(scorer.causal_lm, lora, seed=settings.seed)
-        weights = Weights(scorer, self.ranks, getattr(torch, settings.dtype), lora=lora)
+        weights = Weights(scorer, self.ranks, dtype, lora=lora)
         if settings.compile:
             compile_layers(scorer)
         self._machinery = Machinery(
@@ -79,7 +85,7 @@ class TorchTrainer:
                 capacity=settings.max_tokens_per_bin,
                 share_prompts=settings.share_prompts,
                 cost=_cost(settings, weights, scorer.causal_lm.config),
-                dtype=weights.dtype,
+                kernel=self._row_kernel(dtype),
             ),
             reference=self._load_reference(model_path),
             teacher=self._load_teacher(scorer.causal_lm.config.vocab_size),
@@ -90,7 +96,13 @@ class TorchTrainer:
         self._base_digest = base_digest(Path(model_path)) if is_told else None
         self._model_path = model_path
         self.update, self.consumed_digest, self._skipped_steps = 0, "", 0
-        return _facts(scorer, weights, settings)
+        kernels = "cute" if self._takes_cute else "torch"
+        return _facts(scorer, weights) | {"dtype": settings.dtype, "kernels": kernels}
+
+    def _row_kernel(self, dtype: torch.dtype) -> Kernel | None:
+        # Torch's is one for GPUs and for half precision as well.
+        is_half = self.ranks.device.type == "cuda" and dtype == torch.bfloat16
+        return "cute" if self._takes_cute else "torch" if is_half else None
 
     def _load_scorer(self, path: str, *, trained: bool = False) -> PackedScorer:
         # A layer with an adapter computes its own product.
@@ -103,6 +115,7 @@ class TorchTrainer:
             activation_checkpointing=self.settings.activation_checkpointing,
             joint_projections=not has_adapters
             and (self.ranks.device.type == "cuda" if joint is None else joint),
+            takes_cute=self._takes_cute,
             context=self.settings.context,
         )
 
@@ -321,7 +334,7 @@ def _cost(settings: TrainerSettings, weights: Weights, config: Any) -> Cost:
     return by_flops(2.0 * weights.num_parameters, float(pair))
 
 
-def _facts(scorer: PackedScorer, weights: Weights, settings: TrainerSettings) -> dict[str, object]:
+def _facts(scorer: PackedScorer, weights: Weights) -> dict[str, object]:
     model = scorer.causal_lm
     config = model.config
     eos = model.generation_config.eos_token_id
@@ -333,5 +346,4 @@ def _facts(scorer: PackedScorer, weights: Weights, settings: TrainerSettings) ->
         "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         "context_length": config.max_position_embeddings,
         "eos": [] if eos is None else list(eos) if isinstance(eos, list) else [eos],
-        "dtype": settings.dtype,
     }

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from runtime.trainer.torch import cute
+
 _KEPT_BYTES = {"cuda": 5 << 30, "cpu": 64 << 20}
 """Logits, in the model's dtype, that may wait for the backward pass. Making them a second time is a
 third of the output layer's forward and backward, 5 % of a whole step of a 0.6 B model."""
@@ -32,13 +34,14 @@ class _ChunkedHead(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         num_kept: int,
+        takes_cute: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = hidden_RD.shape[0]
         kept_KV = hidden_RD.new_empty(num_kept, weight_VD.shape[0])
         parts: list[tuple[Tensor, ...]] = []
         for part in _chunks(rows, num_kept, chunk):
             kept = kept_KV[part] if part.start < num_kept else None
-            logits_CV = torch.mm(hidden_RD[part], weight_VD.t(), out=kept)
+            logits_CV = _product(hidden_RD[part], weight_VD, kept, takes_cute=takes_cute)
             stats = _row_stats(logits_CV, target_R[part], temperature, with_entropy)
             picked_CK = logits_CV.gather(1, also_RK[part]).float() / temperature
             parts.append((*stats, picked_CK - stats[1][:, None]))
@@ -49,6 +52,7 @@ class _ChunkedHead(torch.autograd.Function):
             hidden_RD, weight_VD, target_R, also_RK, normaliser_R, entropy_R, kept_KV
         )
         ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
+        ctx.takes_cute = takes_cute
         return logprob_R, entropy_R, logprob_RK
 
     @staticmethod
@@ -85,15 +89,24 @@ class _ChunkedHead(torch.autograd.Function):
         kept_grad_KV = gradient(whole, kept_KV) if num_kept else kept_KV
         if num_kept == rows:  # the usual case: one product, summed in fp32 inside it
             grad_VD = kept_grad_KV.t() @ hidden_RD if wants_weight else None
-            return grad_hidden_RD, grad_VD, *(None,) * 6
+            return grad_hidden_RD, grad_VD, *(None,) * 7
         grad_weight_VD = (kept_grad_KV.t() @ hidden_RD[whole]).float() if wants_weight else None
         for part in _chunks(rows, num_kept, ctx.chunk):
             if part.start >= num_kept:
-                made_CV = gradient(part, hidden_RD[part] @ weight_VD.t())
+                again_CV = _product(hidden_RD[part], weight_VD, takes_cute=ctx.takes_cute)
+                made_CV = gradient(part, again_CV)
                 if grad_weight_VD is not None:
                     grad_weight_VD += made_CV.t() @ hidden_RD[part]
         grad_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_RD, grad_VD, *(None,) * 6
+        return grad_hidden_RD, grad_VD, *(None,) * 7
+
+
+def _product(
+    hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor | None = None, *, takes_cute: bool
+) -> Tensor:
+    if takes_cute and hidden_CD.shape[0]:
+        return cute.product(hidden_CD, weight_VD, out_CV)
+    return torch.mm(hidden_CD, weight_VD.t(), out=out_CV)
 
 
 def _chunks(rows: int, num_kept: int, chunk: int) -> list[slice]:
@@ -171,6 +184,7 @@ def chunked_logprobs(
     with_entropy: bool,
     also_RK: Tensor | None = None,
     kept_bytes: int | None = None,
+    takes_cute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of ``target_R`` and entropies of their distributions, at ``temperature``.
 
@@ -184,6 +198,7 @@ def chunked_logprobs(
         also_RK: int64 [R, K] further tokens of each row whose log-probs are wanted; None: K = 0.
         kept_bytes: logits that may be kept for the backward pass; None: 5 GiB on a GPU, 64 MiB on
             a CPU.
+        takes_cute: the product by ``cute`` where it takes this weight.
 
     Returns:
         float32 [R], [R] and [R, K], natural log; all carry gradients.
@@ -194,8 +209,9 @@ def chunked_logprobs(
     row_bytes = weight_VD.shape[0] * hidden_RD.element_size()
     num_kept = min(hidden_RD.shape[0], limit // row_bytes) if torch.is_grad_enabled() else 0
     result = _ChunkedHead.apply(
-        hidden_RD, weight_VD, target_R, also_RK, temperature, chunk, with_entropy, num_kept
-    )
+        hidden_RD, weight_VD, target_R, also_RK, temperature, chunk, with_entropy, num_kept,
+        takes_cute and hidden_RD.is_cuda and cute.takes_product(weight_VD),
+    )  # fmt: skip
     return cast("tuple[Tensor, Tensor, Tensor]", result)
 
 

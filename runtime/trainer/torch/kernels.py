@@ -167,6 +167,22 @@ def _gated_backward(grad, joint, target, inner, BLOCK: tl.constexpr):
     tl.store(target + first + inner, g * gate * share, mask=inside)
 
 
+@triton.jit
+def _gated_pairs_backward(grad, pairs, target, inner, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < inner
+    g = tl.load(grad + token * inner + at, mask=inside, other=0.0).to(tl.float32)
+    both = first * 2 + tl.arange(0, 2 * BLOCK)  # in one piece, and taken apart in registers
+    pair = tl.load(pairs + token * 2 * inner + both, mask=both < 2 * inner, other=0.0)
+    gate, up = tl.split(tl.reshape(pair.to(tl.float32), [BLOCK, 2]))
+    share = tl.sigmoid(gate)
+    place = target + token * 2 * inner + at
+    tl.store(place, g * up * share * (1.0 + gate * (1.0 - share)), mask=inside)
+    tl.store(place + inner, g * gate * share, mask=inside)
+
+
 def gated(joint_T2I: Tensor) -> Tensor:
     """See ``gate.gated``; contiguous."""
     tokens, inner = joint_T2I.shape[0], joint_T2I.shape[1] // 2
@@ -182,6 +198,15 @@ def gated_backward(grad_TI: Tensor, joint_T2I: Tensor) -> Tensor:
     target_T2I = torch.empty_like(joint_T2I)
     grid = (tokens, triton.cdiv(inner, _BLOCK_I))
     _gated_backward[grid](grad_TI, joint_T2I, target_T2I, inner, BLOCK=_BLOCK_I, num_warps=4)
+    return target_T2I
+
+
+def gated_pairs_backward(grad_TI: Tensor, pairs_T2I: Tensor) -> Tensor:
+    """See ``gate``; contiguous."""
+    tokens, inner = grad_TI.shape
+    target_T2I = torch.empty_like(pairs_T2I)
+    grid = (tokens, triton.cdiv(inner, _BLOCK_I))
+    _gated_pairs_backward[grid](grad_TI, pairs_T2I, target_T2I, inner, BLOCK=_BLOCK_I, num_warps=4)
     return target_T2I
 
 

@@ -29,10 +29,12 @@ from runtime.trainer.protocol import Sequence
 from runtime.trainer.torch.context import ContextGroup, Part
 
 Shape = Literal["rectangular", "padded", "ragged"]
+Kernel = Literal["torch", "cute"]
+"""What attends to a row as it lies: torch's variable-length kernel, or flash-attn-4's."""
 
-_RAGGED_COST = 1.9
-"""Time of one (query, key) pair in torch's variable-length kernel over that in the kernel that
-takes padded sequences; forward and backward, bf16, head size 128, measured on one H200."""
+_RAGGED_COST: dict[Kernel, float] = {"torch": 1.9, "cute": 1.1}
+"""Time of one (query, key) pair there over that in the kernel that takes padded sequences; forward
+and backward, bf16, head size 128, measured on one H200."""
 _REGROUP_COST = 1.3
 """Time of padded attention with the regrouping around it, over attention alone."""
 
@@ -71,6 +73,8 @@ class PackedRow:
     """Position, within ``members``, of the sequence of each response token."""
     members: tuple[int, ...]
     """Sequences of this row, by their index in the collection, in order."""
+    kernel: Kernel | None = None
+    """What attends to the row as it lies; None where nothing can, as on a CPU."""
     part: Part | None = None
     """None where no ranks share the row."""
 
@@ -85,7 +89,7 @@ def pack_row(
     sequences: abc.Sequence[Sequence],
     device: torch.device,
     *,
-    takes_ragged: bool = False,
+    kernel: Kernel | None = None,
     context: ContextGroup | None = None,
 ) -> PackedRow:
     """Lay out the units of one bin.
@@ -94,7 +98,7 @@ def pack_row(
         a_bin: at least one unit; siblings within a unit have the same prompt.
         sequences: the collection, indexed by the units' members.
         device: where the tensors go.
-        takes_ragged: a variable-length kernel is there for this device and dtype.
+        kernel: what takes rows as they lie, for this device and dtype; None: nothing.
         context: the ranks that share the row; None: it is this rank's alone.
     """
     parts: list[np.ndarray] = []
@@ -128,29 +132,29 @@ def pack_row(
         response_start_S=np.array(response_start),
         target_R=np.concatenate([sequences[i].tokens[sequences[i].prompt_len :] for i in members]),
         device=device,
-        takes_ragged=takes_ragged,
+        kernel=kernel,
         context=context,
     )
 
 
-def choose_shape(query_S: np.ndarray, key_S: np.ndarray, *, takes_ragged: bool) -> Shape:
+def choose_shape(query_S: np.ndarray, key_S: np.ndarray, *, kernel: Kernel | None) -> Shape:
     """The cheapest way to attend within sequences of these lengths.
 
     Args:
         query_S: tokens of the row that each sequence asks for: its own, and the prompt where it is
             the first of its siblings.
         key_S: tokens each sequence sees.
-        takes_ragged: a variable-length kernel is there.
+        kernel: what takes rows as they lie.
     """
     longest = int(key_S.max())
     if (query_S == longest).all():
         return "rectangular"
-    if not takes_ragged:
+    if kernel is None:
         return "padded"
     # A query sees every key up to its own place; queries are the last ones of their sequence.
     pairs = float((query_S * (key_S - (query_S - 1) / 2)).sum())
     padded_pairs = len(key_S) * longest * (longest + 1) / 2
-    return "ragged" if pairs * _RAGGED_COST < padded_pairs * _REGROUP_COST else "padded"
+    return "ragged" if pairs * _RAGGED_COST[kernel] < padded_pairs * _REGROUP_COST else "padded"
 
 
 def _finish(
@@ -164,14 +168,14 @@ def _finish(
     response_start_S: np.ndarray,
     target_R: np.ndarray,
     device: torch.device,
-    takes_ragged: bool,
+    kernel: Kernel | None,
     context: ContextGroup | None,
 ) -> PackedRow:
     token_T = np.concatenate(parts)
     fed_S = prompt_S + response_S - 1
     longest = int(fed_S.max())
     if len(token_T) == len(members) * longest:
-        return _rectangle(token_T, members, prompt_S, longest, target_R, device, context)
+        return _rectangle(token_T, members, prompt_S, longest, target_R, device, kernel, context)
     column_L = np.arange(longest)[None, :]
     prompt_column = column_L < prompt_S[:, None]
     row_SL = np.where(
@@ -189,7 +193,7 @@ def _finish(
     base = np.where(is_prompt, 0, prompt_S[owner])
     position_T = np.arange(len(token_T)) - np.repeat(starts - base, sizes)
     query_S = np.bincount(owner_T, minlength=len(members))
-    shape = choose_shape(query_S, fed_S, takes_ragged=takes_ragged)
+    shape = choose_shape(query_S, fed_S, kernel=kernel)
     none = np.zeros(0)
     is_ragged, is_shared = shape == "ragged", len(token_T) != fed_S.sum()
     real_SL = column_L < fed_S[:, None]
@@ -209,7 +213,7 @@ def _finish(
     }
     tensors, part = _shared(long, device, context)
     tensors |= _together(short, torch.int32, device)
-    return PackedRow(shape=shape, members=members, part=part, **tensors)
+    return PackedRow(shape=shape, kernel=kernel, members=members, part=part, **tensors)
 
 
 def _rectangle(
@@ -219,6 +223,7 @@ def _rectangle(
     longest: int,
     target_R: np.ndarray,
     device: torch.device,
+    kernel: Kernel | None,
     context: ContextGroup | None,
 ) -> PackedRow:
     """A row that *is* its sequences: all equally long, nothing shared. Most of it is counting."""
@@ -238,6 +243,7 @@ def _rectangle(
     ends = nothing.to(torch.int32)
     return PackedRow(
         shape="rectangular",
+        kernel=kernel,
         members=members,
         row_SL=nothing.new_empty(1).expand(count, longest),
         query_ends_S1=ends,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.trainer.packing import Bin, Cost, Unit, make_units, plan_bins
 from runtime.trainer.protocol import Sequence
-from runtime.trainer.torch.layout import PackedRow, pack_row
+from runtime.trainer.torch.layout import Kernel, PackedRow, pack_row
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import PackedScorer
 
@@ -28,11 +28,10 @@ class Packer:
         capacity: int,
         share_prompts: bool,
         cost: Cost,
-        dtype: torch.dtype = torch.float32,
+        kernel: Kernel | None = None,
     ) -> None:
         self.ranks = ranks
-        # The variable-length kernel is one for GPUs and for half precision.
-        self._takes_ragged = ranks.device.type == "cuda" and dtype == torch.bfloat16
+        self._kernel: Kernel | None = kernel
         self._capacity = capacity
         self._share_prompts = share_prompts
         self._cost = cost
@@ -81,7 +80,7 @@ class Packer:
             a_bin,
             sequences,
             self.ranks.device,
-            takes_ragged=self._takes_ragged,
+            kernel=self._kernel,
             context=self.ranks.context,
         )
 

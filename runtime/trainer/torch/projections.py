@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from runtime.trainer.torch.attention import packed_attention
-from runtime.trainer.torch.gate import gated
+from runtime.trainer.torch.cute import takes_product
+from runtime.trainer.torch.gate import gated, gated_product
 from runtime.trainer.torch.layout import PackedRow
 from runtime.trainer.torch.long import ALIGNMENT
 from runtime.trainer.torch.rotary import rotate_qkv
@@ -33,10 +34,14 @@ _MLP = frozenset({"LlamaMLP", "Qwen2MLP", "Qwen3MLP"})
 _ATTENTION = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"})
 
 
-def fuse_projections(model: nn.Module) -> int:
+def fuse_projections(model: nn.Module, *, takes_cute: bool = False) -> int:
     """Let attention blocks of known classes run with a joint projection and ``rotate_qkv``.
 
     Only for a model whose attention is ``packed_attention``.
+
+    Args:
+        model: changed in place.
+        takes_cute: the gated activation is part of the product before it (``cute``).
 
     Returns:
         Number of blocks changed; 0 for an architecture not known here, or a head size that is no
@@ -51,7 +56,7 @@ def fuse_projections(model: nn.Module) -> int:
             continue
         if kind not in made:
             # A class, not a method of each instance: one compiled graph serves all layers.
-            members = {"forward": body, "joint_weight": None}
+            members = {"forward": body, "joint_weight": None, "takes_cute": takes_cute}
             made[kind] = type(f"Joint{kind.__name__}", (kind,), members)
         module.__class__ = made[kind]
         changed += 1
@@ -98,7 +103,11 @@ def _attention(
 def _mlp(self: Any, x: Tensor) -> Tensor:
     """A gated MLP with silu."""
     weight = _weight(self, (self.gate_proj, self.up_proj))
-    return self.down_proj(gated(linear(x.squeeze(0), weight))).unsqueeze(0)
+    if self.takes_cute and takes_product(weight):
+        inner_TI, _ = gated_product(x.squeeze(0), weight, torch.is_grad_enabled())
+    else:
+        inner_TI = gated(linear(x.squeeze(0), weight))
+    return self.down_proj(inner_TI).unsqueeze(0)
 
 
 def join_weights(model: nn.Module, *, may_move: bool) -> int:

@@ -24,11 +24,14 @@ class PackedScorer(nn.Module):
     layer and the embedding (often the same tensor) belong to this one.
     """
 
-    def __init__(self, causal_lm: Any, *, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, causal_lm: Any, *, temperature: float, chunk: int, takes_cute: bool = False
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._temperature = temperature
         self._chunk = chunk
+        self._takes_cute = takes_cute
 
     def forward(
         self,
@@ -84,6 +87,7 @@ class PackedScorer(nn.Module):
             chunk=self._chunk,
             with_entropy=with_entropy,
             also_RK=also_RK,
+            takes_cute=self._takes_cute,
         )
         if part is None:
             return logprob_R, entropy_R, logprob_RK
@@ -113,6 +117,7 @@ def load_scorer(
     chunk: int,
     activation_checkpointing: bool,
     joint_projections: bool = False,
+    takes_cute: bool = False,
     context: int = 1,
 ) -> PackedScorer:
     """Load an HF folder in fp32.
@@ -123,6 +128,7 @@ def load_scorer(
         chunk: rows of logits that exist at one time.
         activation_checkpointing: recompute each layer in the backward pass.
         joint_projections: q, k, v as one product, gate and up as another; pays on a GPU.
+        takes_cute: products by kernels of ``cute``; attention goes by the row.
         context: ranks that share a row.
 
     Raises:
@@ -145,11 +151,13 @@ def load_scorer(
             logging.enable_progress_bar()
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UnavailableFeature("not available yet: an output layer with a bias")
-    scorer = PackedScorer(model.train(), temperature=temperature, chunk=chunk)
+    scorer = PackedScorer(
+        model.train(), temperature=temperature, chunk=chunk, takes_cute=takes_cute
+    )
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if joint_projections:
-        fuse_projections(model)
+        fuse_projections(model, takes_cute=takes_cute)
     return scorer
 
 

@@ -62,7 +62,7 @@ def loaded(model: Path, settings: TrainerSettings) -> TorchTrainer:
     numbers = torch.Generator().manual_seed(3)
     for name, master in zip(machinery.weights.names, machinery.weights.masters, strict=True):
         if name.endswith("lora_B"):
-            master.data.normal_(0, 0.2, generator=numbers)
+            master.data.copy_(0.2 * torch.randn(master.shape, generator=numbers))
     machinery.weights.masters_changed()
     return trainer
 

@@ -248,7 +248,7 @@ def test_ragged_rows_name_the_keys_each_query_sees(seed: int, share: bool) -> No
             for g, s in ((0, sequences[0]), (3, sequences[3]))
         ]
     device = torch.device("cpu")
-    row = pack_row(units, sequences, device, takes_ragged=True)
+    row = pack_row(units, sequences, device, kernel="torch")
     padded = pack_row(units, sequences, device)
     if row.shape != "ragged":
         return
@@ -264,11 +264,12 @@ def test_ragged_rows_name_the_keys_each_query_sees(seed: int, share: bool) -> No
 
 def test_shapes_are_chosen_by_cost() -> None:
     equal, tail = np.full(4, 100), np.array([1000, 10, 10, 10])
-    assert choose_shape(equal, equal, takes_ragged=True) == "rectangular"
-    assert choose_shape(tail, tail, takes_ragged=True) == "ragged"
-    assert choose_shape(tail, tail, takes_ragged=False) == "padded"
+    assert choose_shape(equal, equal, kernel="torch") == "rectangular"
+    assert choose_shape(tail, tail, kernel="torch") == "ragged"
+    assert choose_shape(tail, tail, kernel=None) == "padded"
     near = np.array([100, 99, 98, 97])
-    assert choose_shape(near, near, takes_ragged=True) == "padded"
+    assert choose_shape(near, near, kernel="torch") == "padded"
+    assert choose_shape(near, near, kernel="cute") == "ragged"
 
 
 @needs_gpu
@@ -333,9 +334,9 @@ def test_ragged_attention_is_padded_attention(model_folder: Path, share: bool) -
         joint_projections=True,
     ).to("cuda", torch.bfloat16)  # fmt: skip
     found: list[tuple[Tensor, Tensor]] = []
-    for takes_ragged in (False, True):
-        row = pack_row(units, sequences, torch.device("cuda"), takes_ragged=takes_ragged)
-        assert row.shape == ("ragged" if takes_ragged else "padded")
+    for kernel in (None, "torch"):
+        row = pack_row(units, sequences, torch.device("cuda"), kernel=kernel)
+        assert row.shape == ("ragged" if kernel else "padded")
         logprob, _, _ = scorer(row)
         logprob.sum().backward()
         grads = [p.grad.flatten().float() for p in scorer.parameters() if p.grad is not None]
