@@ -31,8 +31,6 @@ def _training(spec: RunSpec) -> Iterator[_Gap]:
     for size in ("tensor", "pipeline", "expert"):
         if getattr(core, size) > 1:
             yield f"core.{size}", getattr(core, size), "parallelism other than data and context"
-    if core.backend == "torch" and core.attention_backend in ("flash_3", "flash_4"):
-        yield "core.attention_backend", core.attention_backend, "kernels other than torch's own"
     if core.routing_replay:
         yield "core.routing_replay", True, "routing replay"
     if core.packing == "expert_aware":

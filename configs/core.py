@@ -43,8 +43,10 @@ class Core(Section):
     """Data-parallel size. Absent: what is left of the trainer's GPUs; 1 on CPU."""
     attention_backend: AttentionBackend = "auto"
     """What every GPU of the job must be able to run, or the preflight ends the start; `auto` is
-    settled by cluster profile or GPU. Torch chooses the trainer's kernel among what there is,
-    the engine its own (`rollout.engine_args`)."""
+    settled by cluster profile or GPU. The torch trainer takes attention, the gated activation and
+    the output layer from flash-attn-4 and quack-kernels: with `flash_3` and `flash_4` or not at
+    all, with `auto` where the packages, the GPU and `model.dtype` allow it; with `flash_2` and
+    `sdpa` all is torch's own. The engine has its own setting (`rollout.engine_args`)."""
     max_tokens_per_gpu: int = Field(default=16384, ge=1)
     """Tokens of a packed row per rank; a row, and so a sequence, may have `context` times as many.
     """

@@ -58,10 +58,16 @@ def trainer_attention(spec: RunSpec) -> str:
     """What the trainer computes attention with, whatever its GPUs could run besides."""
     if spec.core.backend != "torch":
         return f"the {spec.core.backend} trainer uses it"
-    kernels = "scaled_dot_product_attention"
-    if spec.launch.gpus_per_replica and spec.model.dtype == "bfloat16":
-        kernels += " and variable-length attention"
-    return f"the torch trainer uses torch's own {kernels}"
+    own = "torch's own scaled_dot_product_attention"
+    if not spec.launch.gpus_per_replica or spec.model.dtype != "bfloat16":
+        return f"the torch trainer uses {own}"
+    own += " and variable-length attention"
+    chosen = spec.core.attention_backend
+    if chosen in ("flash_3", "flash_4"):
+        return "the torch trainer uses flash-attn-4"
+    if chosen == "auto":
+        return f"the torch trainer uses flash-attn-4 where it is installed, otherwise {own}"
+    return f"the torch trainer uses {own}"
 
 
 def settle_environment(spec: RunSpec, profile: ClusterProfile | None) -> tuple[dict[str, str], str]:

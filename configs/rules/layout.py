@@ -148,6 +148,14 @@ def _attention(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             because=f"{wanted} needs a GPU",
             allowed='"sdpa" or "auto"',
         )
+    is_half = spec.model.dtype == "bfloat16"
+    if wanted in ("flash_3", "flash_4") and spec.core.backend == "torch" and not is_half:
+        yield refused(
+            "core.attention_backend",
+            "model.dtype",
+            because=f"{wanted} of the torch trainer is for bfloat16, not {spec.model.dtype}",
+            allowed='model.dtype = "bfloat16", or "sdpa" or "auto"',
+        )
     profile = find_profile(spec.launch.cluster)
     if wanted == "flash_4" and profile is not None and profile.generation != "blackwell":
         yield refused(

@@ -23,7 +23,7 @@ ARCHIVES = 2
 """Raised when archives are made another way: older ones are not taken, nor in the way."""
 _PACKAGES = (
     "torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "apache-tvm-ffi",
-    "transformers", "megatron-core",
+    "transformers", "megatron-core", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl",
 )  # fmt: skip
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")

@@ -16,6 +16,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "deep_gemm": ("SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR"),
     "tvm_ffi": ("TVM_FFI_CACHE_DIR",),
     "flashinfer": ("FLASHINFER_WORKSPACE_BASE",),
+    "flash_attn": ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",),
+    "quack": ("QUACK_CACHE_DIR",),
     "cuda": ("CUDA_CACHE_PATH",),
     "numba": ("NUMBA_CACHE_DIR",),
 }
@@ -24,6 +26,11 @@ server would else keep with the user. SGLang's own CUDA kernels,
 most of a first start, are in ``tvm_ffi``, those of newer versions in ``sglang_jit``."""
 
 
+_SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+"""Of caches that are off unless asked for."""
+
+
 def environment(root: Path) -> dict[str, str]:
     """Where every compiler keeps its cache; for the environment of what is started later."""
-    return {name: str(root / part) for part, names in PARTS.items() for name in names}
+    places = {name: str(root / part) for part, names in PARTS.items() for name in names}
+    return _SWITCHES | places

@@ -96,7 +96,7 @@ def why_attention(plan: Plan) -> str:
 def test_attention_follows_the_cluster(load: Load, cluster: str, attention: str) -> None:
     plan = make_plan(load("launch.gpus_per_replica = 8", f'launch.cluster = "{cluster}"'))
     assert plan.attention == attention
-    assert "the torch trainer uses torch's own" in why_attention(plan)
+    assert "the torch trainer uses flash-attn-4 where it is installed" in why_attention(plan)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ def test_attention_follows_the_cluster(load: Load, cluster: str, attention: str)
             ("launch.gpus_per_replica = 8", 'core.attention_backend = "flash_2"'),
             "and variable-length attention",
         ),
+        (("launch.gpus_per_replica = 8", 'core.attention_backend = "flash_3"'), "flash-attn-4"),
         (("launch.gpus_per_replica = 8", 'model.dtype = "float32"'), "product_attention"),
         ((), "product_attention"),
     ],
@@ -328,10 +329,6 @@ def test_a_file_sized_for_another_gpu_warns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        (
-            ("launch.gpus_per_replica = 2", 'core.attention_backend = "flash_3"'),
-            "core.attention_backend",
-        ),
         (("core.renormalize_support = true",), "core.renormalize_support"),
         (('rollout.function = "a.b:c"',), "rollout.function"),
         (("checkpoint.every_seconds = 60",), "checkpoint.every_seconds"),

@@ -276,6 +276,12 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
     ),
     ("flash on CPU", ('core.attention_backend = "flash_3"',), "core.attention_backend", "GPU"),
     (
+        "flash in float32",
+        (*GPUS, 'core.attention_backend = "flash_3"', 'model.dtype = "float32"'),
+        "core.attention_backend",
+        "bfloat16, not float32",
+    ),
+    (
         "flash 4 off Blackwell",
         (*GPUS, 'core.attention_backend = "flash_4"', 'launch.cluster = "ai2/jupiter"'),
         "core.attention_backend",

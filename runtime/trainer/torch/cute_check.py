@@ -47,15 +47,15 @@ def _attention_error(
     ]
     given = [_normal(made, sum(queries), _HEADS, _SIZE)]
     given += [_normal(made, sum(keys), _GROUPS, _SIZE) for _ in range(2)]
-    told = ends if not is_rectangle else [end[:0] for end in ends]
+    query_ends, key_ends = (end[:0] if is_rectangle else end for end in ends)
     scale = _SIZE**-0.5
 
     def fast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return flash(query, key, value, *told, max(keys), scale)[0]
+        return flash(query, key, value, query_ends, key_ends, max(keys), scale)[0]
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Of its own, not the operation's: its gradient is autograd's.
-        return plain_attention(query, key, value, *ends, max(keys), scale)[0]
+        return plain_attention(query, key, value, ends[0], ends[1], max(keys), scale)[0]
 
     return _error(made, fast, plain, given)
 

@@ -247,5 +247,6 @@ def test_the_key_knows_toolkit_and_variables_of_compilers(
 
 def test_every_compiler_is_pointed_below_one_root(tmp_path: Path) -> None:
     told = environment(tmp_path)
+    assert told.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "1"
     assert set(told) == {name for names in PARTS.values() for name in names}
     assert {Path(folder).parent for folder in told.values()} == {tmp_path}

@@ -170,7 +170,7 @@ def test_who_cannot_have_them_is_told_why() -> None:
 def test_a_trainer_says_what_it_took(model_folder: Path) -> None:
     facts = TorchTrainer(TrainerSettings()).load(str(model_folder))
     assert facts["kernels"] == "torch"  # float32 never has them
-    with pytest.raises(ConfigError, match="core.attention_backend"):
+    with pytest.raises(ConfigError, match=r"core\.attention_backend"):
         TorchTrainer(TrainerSettings(kernels="cute")).load(str(model_folder))
 
 

@@ -61,6 +61,7 @@ def test_every_field_of_the_run_file_arrives() -> None:
             "context": 2,
             "packing": "flops",
             "compile": True,
+            "attention_backend": "flash_3",
             "policy_grad_norm_every": 5,
             "max_skipped_steps": 2,
             "distributed_timeout": "90s",
@@ -92,6 +93,16 @@ def test_every_field_of_the_run_file_arrives() -> None:
     assert settings.max_tokens_per_bin == 2000
     assert settings.max_mean_logprob_gap == 0.05
     assert settings.distributed_timeout_s == 90.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "kernels"),
+    [("auto", "auto"), ("flash_4", "cute"), ("flash_3", "cute"), ("flash_2", "torch"),
+     ("sdpa", "torch")],
+)  # fmt: skip
+def test_attention_backends_are_kernels(asked: str, kernels: str) -> None:
+    core = Core.model_validate({"attention_backend": asked})
+    assert from_spec(core, Rollout(), dtype="bfloat16", seed=0).kernels == kernels
 
 
 def test_behaviour_as_old_policy_switches_tis_off() -> None:
