@@ -26,7 +26,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -228,7 +227,7 @@ class Bench:
         flop = flop_of_pass(self.config, lengths)
         found: dict[str, Any] = {
             "case": name,
-            "kernels": self.facts["kernels"],
+            "cute": self.facts["cute"],
             "load_s": self.facts["load_s"],
             "step": summary(train) | {"all": [round(ms, 1) for ms in train]},
             "score": summary(score),
@@ -243,8 +242,9 @@ class Bench:
             "first_steps_ms": [round(ms, 1) for ms in first],
             "values": {k: v for k, v in values.items() if "/" not in k or "elapsed" in k},
         }
+        if name in ("packed", "torch"):
+            found["profile"] = self.profile(step)
         if name == "packed":
-            found["profile"] = self.profile(step, statistics.median(train))
             found["agreement"] = self.agreement(sequences, scores)
             found["stage"] = self.stage(one, step)
         one.stop()
@@ -315,29 +315,13 @@ class Bench:
             rates.append(matmul_rate(self.device, size, 10))
         return found, statistics.median(rates)
 
-    def profile(self, step: Callable[[], object], step_ms: float) -> dict[str, Any]:
-        """GPU time of one step by kernel group, as shares of the step's wall time."""
-        if self.device != "cuda":
-            return {}
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            step()
-            synchronise()
-        groups: dict[str, float] = defaultdict(float)
-        kernels: list[tuple[float, int, str]] = []
-        for event in seen.key_averages():
-            ms = event.self_device_time_total / 1e3
-            groups[group_of(event.key)] += ms
-            kernels.append((round(ms, 3), event.count, event.key[:120]))
-        named = sum(ms for name, ms in groups.items() if name != "other")
-        return {
-            "groups_ms": {k: round(v, 2) for k, v in sorted(groups.items(), key=lambda g: -g[1])},
-            "gpu_ms": round(sum(groups.values()), 2),
-            "step_ms": round(step_ms, 2),
-            "named_share_of_step": round(named / step_ms, 4),
-            "kernels": sorted(kernels, reverse=True)[:40],
-        }
+    def profile(self, step: Callable[[], object]) -> dict[str, Any]:
+        """GPU time of a step by kernel group, and its share of the wall time of the same steps."""
+        found = timeline(step, group_of)
+        if found:
+            named = sum(ms for name, ms in found["groups_ms"].items() if name != "other")
+            found["named_share_of_step"] = round(named / found["wall"], 4)
+        return found
 
     def agreement(self, sequences: tuple[Sequence, ...], scores: Any) -> dict[str, float]:
         """Gap to transformers' own eager forward pass, sequence by sequence, same weights."""
@@ -427,12 +411,14 @@ def show(found: dict[str, Any]) -> str:
         lines.append(
             f"{case['case']:>13}: step {step['ms']} ms [{step['min']}, {step['max']}] = "
             f"{case['step_over_matmul']}, score {score['ms']} ms = {case['score_over_matmul']}, "
-            f"peak {case['peak_gib']} GiB, cold {case['cold_s']}, kernels {case['kernels']}"
+            f"peak {case['peak_gib']} GiB, cold {case['cold_s']}, from cute {case['cute']}"
         )
         lines += [f"{'':>15}{key} {case[key]}" for key in ("agreement", "stage") if key in case]
         profile = case.get("profile")
         if profile:
-            lines.append(f"{'':>15}{profile['groups_ms']} named {profile['named_share_of_step']}")
+            idle = {k: profile[k] for k in ("wall", "busy", "idle_inside", "head", "tail")}
+            named = profile["named_share_of_step"]
+            lines.append(f"{'':>15}{profile['groups_ms']} named {named}, {idle}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,6 @@ from transformers import AttentionInterface
 
 from runtime.errors import UnavailableFeature
 from runtime.trainer.torch.context import to_heads, to_tokens
-from runtime.trainer.torch.cute import takes_heads
 from runtime.trainer.torch.flash import flash
 from runtime.trainer.torch.layout import PackedRow
 
@@ -85,10 +84,9 @@ def _attend(
 ) -> Tensor:
     """[1, T, H, D] of a whole row, in the shape that was chosen for it."""
     heads, head_dim = query_1HTD.shape[1], query_1HTD.shape[3]
-    is_flash = packed.kernel == "cute" and takes_heads(head_dim)
-    if is_flash or packed.shape == "ragged":
+    if packed.kernel == "cute" or packed.shape == "ragged":
         scale = head_dim**-0.5 if scaling is None else scaling
-        return _as_it_lies(query_1HTD, key_1KTD, value_1KTD, packed, scale, is_flash=is_flash)
+        return _as_it_lies(query_1HTD, key_1KTD, value_1KTD, packed, scale)
     group = _view if packed.shape == "rectangular" else _regroup
     query = group(query_1HTD, packed.row_SL)
     key = group(key_1KTD, packed.row_SL)
@@ -108,15 +106,13 @@ def _as_it_lies(
     value_1KTD: Tensor,
     packed: PackedRow,
     scale: float,
-    *,
-    is_flash: bool,
 ) -> Tensor:
     """[1, T, H, D] of a row that is not regrouped; queries are the last ones of their sequence."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if packed.key_K.shape[0]:
         key, value = key.index_select(0, packed.key_K), value.index_select(0, packed.key_K)
     longest = packed.row_SL.shape[1]
-    if is_flash:
+    if packed.kernel == "cute":
         out, _ = flash(query, key, value, packed.query_ends_S1, packed.key_ends_S1, longest, scale)
         return out[None]
     out = varlen_attn(

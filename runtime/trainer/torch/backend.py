@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoConfig
 
 from runtime.engines.protocol import TensorSpec
 from runtime.errors import ConfigError, ContractViolation, PartialWrite
@@ -44,7 +45,7 @@ class TorchTrainer:
         self.consumed_digest = ""
         self._skipped_steps = 0
         self._is_warm = False
-        self._takes_cute = False
+        self._cute = cute.Taken(attention=False, products=False)
         self._staging = Staging()
         self._machinery: Machinery | None = None
         self._base_digest: str | None = None
@@ -54,7 +55,8 @@ class TorchTrainer:
         """Load HF weights and make a fresh optimizer; facts about the model.
 
         Returns:
-            vocab_size, num_parameters, tied, context_length, eos (list of ids), dtype, kernels.
+            vocab_size, num_parameters, tied, context_length, eos (list of ids), dtype, cute (list
+            of what is taken from there).
 
         Raises:
             UnavailableFeature: if the model needs something this backend lacks.
@@ -64,7 +66,8 @@ class TorchTrainer:
         settings = self.settings
         self.ranks.share_rows(settings.context)
         dtype = getattr(torch, settings.dtype)
-        self._takes_cute = cute.settle(settings.kernels, self.ranks.device, dtype)
+        heads = [_heads(path) for path in (model_path, *self._frozen_paths(model_path))]
+        self._cute = cute.settle(settings.kernels, self.ranks.device, dtype, heads)
         torch.manual_seed(settings.seed + self.ranks.rank)
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -87,7 +90,7 @@ class TorchTrainer:
                 cost=_cost(settings, weights, scorer.causal_lm.config),
                 kernel=self._row_kernel(dtype),
             ),
-            reference=self._load_reference(model_path),
+            reference=self._load_frozen(self._reference_path(model_path)),
             teacher=self._load_teacher(scorer.causal_lm.config.vocab_size),
             settle=self._staging.settle,
         )
@@ -96,13 +99,13 @@ class TorchTrainer:
         self._base_digest = base_digest(Path(model_path)) if is_told else None
         self._model_path = model_path
         self.update, self.consumed_digest, self._skipped_steps = 0, "", 0
-        kernels = "cute" if self._takes_cute else "torch"
-        return _facts(scorer, weights) | {"dtype": settings.dtype, "kernels": kernels}
+        taken = [name for name, is_taken in self._cute._asdict().items() if is_taken]
+        return _facts(scorer, weights) | {"dtype": settings.dtype, "cute": taken}
 
     def _row_kernel(self, dtype: torch.dtype) -> Kernel | None:
         # Torch's is one for GPUs and for half precision as well.
         is_half = self.ranks.device.type == "cuda" and dtype == torch.bfloat16
-        return "cute" if self._takes_cute else "torch" if is_half else None
+        return "cute" if self._cute.attention else "torch" if is_half else None
 
     def _load_scorer(self, path: str, *, trained: bool = False) -> PackedScorer:
         # A layer with an adapter computes its own product.
@@ -115,18 +118,25 @@ class TorchTrainer:
             activation_checkpointing=self.settings.activation_checkpointing,
             joint_projections=not has_adapters
             and (self.ranks.device.type == "cuda" if joint is None else joint),
-            takes_cute=self._takes_cute,
+            takes_cute=self._cute.products,
             context=self.settings.context,
         )
 
-    def _load_reference(self, model_path: str) -> PackedScorer | None:
-        """The reference; None unless KL is used, and where the base under adapters serves as it."""
+    def _frozen_paths(self, model_path: str) -> list[str]:
+        return [p for p in (self._reference_path(model_path), self._teacher_path()) if p]
+
+    def _reference_path(self, model_path: str) -> str | None:
+        """None unless KL is used, and where the base under adapters serves as it."""
         settings = self.settings
         lora = settings.lora
         is_base = lora is not None and not lora.also and settings.reference is None
         if not settings.loss.uses_reference or is_base:
             return None
-        return self._load_frozen(settings.reference or model_path)
+        return settings.reference or model_path
+
+    def _teacher_path(self) -> str | None:
+        """None without distillation."""
+        return self.settings.teacher if self.settings.loss.teacher_coef else None
 
     def _load_teacher(self, vocab_size: int) -> PackedScorer | None:
         """The teacher; None without distillation.
@@ -134,22 +144,23 @@ class TorchTrainer:
         Raises:
             ConfigError: if it has another vocabulary than the student.
         """
-        settings = self.settings
-        if settings.teacher is None or settings.loss.teacher_coef == 0:
+        path = self._teacher_path()
+        scorer = self._load_frozen(path)
+        if scorer is None:
             return None
-        scorer = self._load_frozen(settings.teacher)
         found = scorer.causal_lm.config.vocab_size
         if found != vocab_size:
             raise ConfigError(
-                f"teacher.path = {settings.teacher}: a vocabulary of {found}, the student has "
-                f"{vocab_size}",
+                f"teacher.path = {path}: a vocabulary of {found}, the student has {vocab_size}",
                 teacher=found,
                 student=vocab_size,
             )
         return scorer
 
-    def _load_frozen(self, path: str) -> PackedScorer:
-        """A model that is only scored, sharded and rounded like the policy."""
+    def _load_frozen(self, path: str | None) -> PackedScorer | None:
+        """A model that is only scored, sharded and rounded like the policy; None: there is none."""
+        if path is None:
+            return None
         scorer = self._load_scorer(path)
         scorer.requires_grad_(False)
         Weights.frozen(scorer, self.ranks, getattr(torch, self.settings.dtype))
@@ -326,11 +337,22 @@ def _set_rng(rng: dict[str, Tensor], folder: str) -> None:
         torch.cuda.set_rng_state(rng[RNG_CUDA])
 
 
+def _heads(path: str) -> cute.Heads:
+    config = AutoConfig.from_pretrained(path)
+    queries = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or queries
+    return cute.Heads(per_group=queries // groups, size=_head_size(config))
+
+
+def _head_size(config: Any) -> int:
+    size: int | None = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
+
+
 def _cost(settings: TrainerSettings, weights: Weights, config: Any) -> Cost:
     if settings.packing == "tokens":
         return by_tokens
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pair = 4 * config.num_attention_heads * head_dim * config.num_hidden_layers
+    pair = 4 * config.num_attention_heads * _head_size(config) * config.num_hidden_layers
     return by_flops(2.0 * weights.num_parameters, float(pair))
 
 

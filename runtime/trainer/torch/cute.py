@@ -4,18 +4,24 @@ They do what torch's own do slowly: attention over rows of unlike lengths, the g
 part of the product before it, and the product of the output layer. SGLang brings both packages.
 
 This is the one file that knows them. Their public attention functions are autograd functions that
-no compiled layer can hold, so it calls what lies under those, which may change with any version:
-before a process relies on them they are run once on small inputs, against plain torch.
+no compiled layer can hold, so it calls what lies under those, which may change with any version and
+is not right for every shape: before a process relies on them they are run once on small inputs,
+against plain torch (``cute_check``). What is not near it is torch's own, and the log says so.
 """
 
 # pyright: basic, reportMissingImports=false
 # The packages are not installed everywhere.
 from __future__ import annotations
 
-from functools import cache
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
+from platformdirs import user_cache_path
 from torch import Tensor
 
 from runtime.errors import ConfigError
@@ -31,79 +37,121 @@ Three = tuple[Tensor, Tensor, Tensor]
 PACKAGES = ("flash-attn-4", "quack-kernels")
 _GENERATIONS = (9, 10)
 """Hopper and Blackwell."""
-_LARGEST_HEAD = 128
-"""Hopper would take 256."""
+ALLOWED_ERROR = 0.02
+"""Of bf16 results against float32, in norm; seen: 0.002 to 0.003."""
+_CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attn", "QUACK_CACHE_DIR": "quack"}
 _ALIGNED = 8
 """Elements of 2 bytes in the 16 that a row is copied by."""
 
 
-def settle(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this process takes these kernels.
+class Heads(NamedTuple):
+    """Attention heads of a model, as far as kernels are made for them."""
+
+    per_group: int
+    """Query heads that share a key/value head."""
+    size: int
+
+
+class Taken(NamedTuple):
+    """Which kernels a process takes from here; torch's own otherwise."""
+
+    attention: bool
+    products: bool
+    """The gated activation in its product, and the output layer."""
+
+
+def settle(
+    choice: KernelChoice, device: torch.device, dtype: torch.dtype, heads: Collection[Heads]
+) -> Taken:
+    """What this process takes.
 
     Args:
-        choice: "auto": where they can be had; "cute": they must be.
+        choice: "auto": what can be had; "cute": all, or an error.
         device: of the weights.
         dtype: of the forward pass.
+        heads: of all models that will run.
 
     Raises:
-        ConfigError: if they are asked for and cannot be had, with the reason.
+        ConfigError: if all are asked for and one cannot be had, with the reason.
     """
     if choice == "torch":
-        return False
+        return Taken(attention=False, products=False)
     reason = missing(device, dtype)
-    if reason is not None and choice == "cute":
+    if reason is None:
+        by_attention = [_wrong_attention(device.index or 0, one) for one in sorted(set(heads))]
+        reasons = [*by_attention, _wrong_products(device.index or 0)]
+    else:
+        reasons = [reason] * 2
+    if choice == "cute" and any(reasons):
         raise ConfigError(
-            f"core.attention_backend asks for kernels of {' and '.join(PACKAGES)}, but {reason}; "
-            '"auto" takes them where they can be had',
+            f"core.attention_backend asks for kernels of {' and '.join(PACKAGES)}, but "
+            f'{next(filter(None, reasons))}; "auto" takes what can be had',
             kernels=choice,
-            reason=reason,
         )
-    return reason is None
+    return Taken(attention=not any(reasons[:-1]), products=not reasons[-1])
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot be had for weights like these; None where they can."""
+    """Why none of these kernels can be had for weights like these; None where they may."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in _GENERATIONS:
-        return f"they are for Hopper and Blackwell GPUs, and this is {_name(device)}"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        return f"they are for Hopper and Blackwell GPUs, and this is {name}"
     if dtype != torch.bfloat16:
         return f'they are for model.dtype = "bfloat16", and this is {dtype}'
     try:
-        versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        _versions()
     except PackageNotFoundError as error:
         return f"{error.name} is not installed"
-    return _wrong(versions, device.index or 0)
+    return None
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
 @cache
-def _wrong(versions: str, index: int) -> str | None:
-    """What is wrong with the installed versions; looked at once per process and GPU."""
-    from runtime.trainer.torch.cute_check import largest_errors
+def _wrong_attention(index: int, heads: Heads) -> str | None:
+    """What is wrong with attention for these heads; looked at once per process and GPU."""
+    from runtime.trainer.torch.cute_check import attention_errors
 
+    return _wrong(f"attention with {heads}", partial(attention_errors, index, heads))
+
+
+@cache
+def _wrong_products(index: int) -> str | None:
+    from runtime.trainer.torch.cute_check import product_errors
+
+    return _wrong("products", partial(product_errors, index))
+
+
+def _wrong(what: str, errors: Callable[[], dict[str, float]]) -> str | None:
+    _keep_what_is_compiled()
     try:
-        errors = largest_errors(torch.device("cuda", index))
+        bad = {name: round(e, 4) for name, e in errors().items() if not e < ALLOWED_ERROR}
     except Exception as error:  # any: a function of theirs has changed, or does not compile
         reason = f"{type(error).__name__}: {error}"
     else:
-        bad = {name: round(e, 4) for name, e in errors.items() if not e < ALLOWED_ERROR}
         if not bad:
             return None
         reason = f"relative errors {bad} are above {ALLOWED_ERROR}"
-    reason = f"{versions} cannot be used here: {reason}"
+    reason = f"{what} of {_versions()} cannot be used here: {reason}"
     get_logger().warning(Event.LIBRARY_WARNED, logger=PACKAGES[0], message=reason)
     return reason
 
 
-ALLOWED_ERROR = 0.02
-"""Of bf16 results against float32, in norm; seen: 0.002 to 0.003."""
+def _keep_what_is_compiled() -> None:
+    """In the user's cache folder, unless told otherwise, and before the packages are imported.
 
-
-def takes_heads(size: int) -> bool:
-    """Attention is there for heads of this size."""
-    return size % _ALIGNED == 0 and size <= _LARGEST_HEAD
+    One keeps nothing by itself, the other keeps libraries to be loaded in a folder of a guessable
+    name below the shared temporary one.
+    """
+    home = user_cache_path("milepost")
+    for variable, part in _CACHES.items():
+        if variable not in os.environ:
+            with suppress(OSError):
+                (home / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.environ[variable] = str(home / part)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def takes_product(weight_JD: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,49 +13,52 @@ from runtime.trainer.torch import cute
 from runtime.trainer.torch.flash import flash, plain_attention
 from runtime.trainer.torch.gate import gated_product, plain_product
 
-_HEADS, _GROUPS, _SIZE = 4, 2, 64
+_GROUPS = 2
 _ROWS = (
     # Queries and keys by sequence: a prompt shared by two, one of them without queries of its own.
     ((130, 0, 70), (130, 130, 200)),
+    # All shorter than any block.
+    ((9, 20), (9, 20)),
     # Equally long, as one rectangle.
-    ((96, 96), (96, 96)),
+    ((150, 150), (150, 150)),
 )
 
 
-def largest_errors(device: torch.device) -> dict[str, float]:
-    """Largest relative error, in norm, by kernel: bf16 results and gradients against float32.
+def attention_errors(index: int, heads: cute.Heads) -> dict[str, float]:
+    """Largest relative error, in norm, of bf16 results and gradients against float32, by row.
 
     Leaves the state of the process' random generators as it was.
     """
-    made = torch.Generator(device).manual_seed(0)
-    with torch.enable_grad(), torch.cuda.device(device):
-        found = {
-            f"attention of {queries}": _attention_error(made, queries, keys)
+    with torch.enable_grad(), torch.cuda.device(index):
+        made = torch.Generator("cuda").manual_seed(0)
+        return {
+            f"queries {queries}, keys {keys}": _attention_error(made, queries, keys, heads)
             for queries, keys in _ROWS
         }
-        found["gated product"] = _gated_error(made)
-        found["product"] = _product_error(made)
-    return found
+
+
+def product_errors(index: int) -> dict[str, float]:
+    """The same of the products, by kernel."""
+    with torch.enable_grad(), torch.cuda.device(index):
+        made = torch.Generator("cuda").manual_seed(0)
+        return {"gated product": _gated_error(made), "product": _product_error(made)}
 
 
 def _attention_error(
-    made: torch.Generator, queries: tuple[int, ...], keys: tuple[int, ...]
+    made: torch.Generator, queries: tuple[int, ...], keys: tuple[int, ...], heads: cute.Heads
 ) -> float:
+    ends = [torch.tensor([0, *accumulate(some)]).int().to(made.device) for some in (queries, keys)]
     is_rectangle = len(set(queries)) == 1 and queries == keys
-    ends = [
-        torch.tensor([sum(some[:i]) for i in range(len(some) + 1)]).int().to(made.device)
-        for some in (queries, keys)
-    ]
-    given = [_normal(made, sum(queries), _HEADS, _SIZE)]
-    given += [_normal(made, sum(keys), _GROUPS, _SIZE) for _ in range(2)]
     query_ends, key_ends = (end[:0] if is_rectangle else end for end in ends)
-    scale = _SIZE**-0.5
+    given = [_normal(made, sum(queries), _GROUPS * heads.per_group, heads.size)]
+    given += [_normal(made, sum(keys), _GROUPS, heads.size) for _ in range(2)]
+    scale = heads.size**-0.5
 
     def fast(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return flash(query, key, value, query_ends, key_ends, max(keys), scale)[0]
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Of its own, not the operation's: its gradient is autograd's.
+        # Not the operation: the gradient is autograd's.
         return plain_attention(query, key, value, ends[0], ends[1], max(keys), scale)[0]
 
     return _error(made, fast, plain, given)
@@ -73,8 +77,7 @@ def _gated_error(made: torch.Generator) -> float:
 def _product_error(made: torch.Generator) -> float:
     hidden, weight = _normal(made, 70, 64), _normal(made, 96, 64)
     with torch.no_grad():
-        wanted = linear(hidden.float(), weight.float())
-        return _distance(cute.product(hidden, weight), wanted)
+        return _distance(cute.product(hidden, weight), linear(hidden.float(), weight.float()))
 
 
 def _error(
@@ -87,12 +90,9 @@ def _error(
     wide = [x.float().requires_grad_() for x in given]
     got, want = fast(*narrow), plain(*wide)
     grad = _normal(made, *got.shape)
-    pairs = [(got, want)]
-    pairs += zip(
-        torch.autograd.grad(got, narrow, grad),
-        torch.autograd.grad(want, wide, grad.float()),
-        strict=True,
-    )
+    by_narrow = torch.autograd.grad(got, narrow, grad)
+    by_wide = torch.autograd.grad(want, wide, grad.float())
+    pairs = zip((got, *by_narrow), (want, *by_wide), strict=True)
     return max(_distance(a, b) for a, b in pairs)
 
 

@@ -13,24 +13,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from transformers import Qwen3ForCausalLM
 
 from runtime.errors import ConfigError
 from runtime.trainer.packing import Unit
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch import cute
 from runtime.trainer.torch.backend import TorchTrainer
-from runtime.trainer.torch.cute_check import largest_errors
+from runtime.trainer.torch.cute_check import attention_errors, product_errors
 from runtime.trainer.torch.flash import flash
 from runtime.trainer.torch.gate import gated_product
 from runtime.trainer.torch.head import chunked_logprobs
 from runtime.trainer.torch.layout import pack_row
 from runtime.trainer.torch.scorer import load_scorer
-from tests.runtime.trainer.tiny import make_sequences
+from tests.runtime.trainer.tiny import make_sequences, tiny_config
 
 GPU = torch.device("cuda", 0) if torch.cuda.is_available() else None
 REASON = "no GPU" if GPU is None else cute.missing(GPU, torch.bfloat16)
 needs_cute = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 no_deadline = settings(deadline=None, max_examples=25)
+
+
+@pytest.fixture(scope="module")
+def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads and a vocabulary of sizes that kernels are made for."""
+    folder = tmp_path_factory.mktemp("larger")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        config = tiny_config(head_dim=64, vocab_size=64, initializer_range=0.1)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @no_deadline
@@ -123,7 +135,7 @@ def test_a_gated_product_is_product_and_activation() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cute)])
 @pytest.mark.parametrize("kind", ["alone", "shared", "rectangle"])
 def test_a_model_with_these_kernels_is_the_same_model(
-    model_folder: Path, kind: str, device: str
+    larger_model: Path, kind: str, device: str
 ) -> None:
     sequences = make_sequences(3, groups=1, samples=8, longest=40)
     if kind == "rectangle":
@@ -137,7 +149,7 @@ def test_a_model_with_these_kernels_is_the_same_model(
     found: list[tuple[Tensor, Tensor]] = []
     for takes_cute in (False, True):
         scorer = load_scorer(
-            str(model_folder), temperature=1.0, chunk=64, activation_checkpointing=False,
+            str(larger_model), temperature=1.0, chunk=64, activation_checkpointing=False,
             joint_projections=True, takes_cute=takes_cute,
         ).to(device, dtype)  # fmt: skip
         kernel = "cute" if takes_cute else None
@@ -161,25 +173,45 @@ def test_a_model_with_these_kernels_is_the_same_model(
 
 def test_who_cannot_have_them_is_told_why() -> None:
     cpu = torch.device("cpu")
-    assert cute.settle("auto", cpu, torch.bfloat16) is False
-    assert cute.settle("torch", cpu, torch.bfloat16) is False
+    heads = [cute.Heads(per_group=2, size=64)]
+    assert cute.settle("auto", cpu, torch.bfloat16, heads) == (False, False)
+    assert cute.settle("torch", cpu, torch.bfloat16, heads) == (False, False)
     with pytest.raises(ConfigError, match=r"flash-attn-4 and quack-kernels, but .*this is cpu"):
-        cute.settle("cute", cpu, torch.bfloat16)
+        cute.settle("cute", cpu, torch.bfloat16, heads)
 
 
 def test_a_trainer_says_what_it_took(model_folder: Path) -> None:
     facts = TorchTrainer(TrainerSettings()).load(str(model_folder))
-    assert facts["kernels"] == "torch"  # float32 never has them
+    assert facts["cute"] == []  # float32 never has them
     with pytest.raises(ConfigError, match=r"core\.attention_backend"):
         TorchTrainer(TrainerSettings(kernels="cute")).load(str(model_folder))
 
 
 @needs_cute
-def test_their_results_are_near_float32() -> None:
-    assert GPU is not None
-    errors = largest_errors(GPU)
-    assert len(errors) == 4
+@pytest.mark.parametrize(("per_group", "size"), [(2, 128), (4, 64), (1, 32), (7, 128)])
+def test_attention_is_near_float32(per_group: int, size: int) -> None:
+    errors = attention_errors(0, cute.Heads(per_group, size))
+    assert len(errors) == 3
     assert max(errors.values()) < cute.ALLOWED_ERROR
+
+
+@needs_cute
+def test_products_are_near_float32() -> None:
+    errors = product_errors(0)
+    assert len(errors) == 2
+    assert max(errors.values()) < cute.ALLOWED_ERROR
+
+
+@needs_cute
+def test_heads_that_come_out_wrong_are_torchs() -> None:
+    """Whatever the check finds for odd sizes: asked for they are an error, otherwise torch's."""
+    assert GPU is not None
+    heads = [cute.Heads(2, 8)]
+    taken = cute.settle("auto", GPU, torch.bfloat16, heads)
+    assert taken.products
+    if not taken.attention:
+        with pytest.raises(ConfigError, match="cannot be used here"):
+            cute.settle("cute", GPU, torch.bfloat16, heads)
 
 
 @needs_cute
@@ -216,20 +248,18 @@ def test_the_output_layer_takes_rows_of_any_number() -> None:
 
 
 @needs_cute
-def test_compiled_layers_hold_them(model_folder: Path) -> None:
+def test_compiled_layers_hold_them(larger_model: Path) -> None:
     """Compiled and not, with and without a gradient, for rows of several kinds in turn."""
     sequences = make_sequences(6, groups=2, samples=6, longest=60)
-    units = [Unit(s.prompt_len, ((i, len(s.logprobs)),)) for i, s in enumerate(sequences)]
     scores: list[list[Tensor]] = []
     for compiled in (False, True):
         told = TrainerSettings(dtype="bfloat16", kernels="cute", compile=compiled)
         one = TorchTrainer(told)
-        assert one.load(str(model_folder))["kernels"] == "cute"
+        assert one.load(str(larger_model))["cute"] == ["attention", "products"]
         found: list[Tensor] = []
         for some in (sequences, sequences[:3], sequences[:1] * 4, sequences[:1] * 2, sequences[2:]):
             found += [torch.from_numpy(p) for p in one.score(tuple(some), temperature=1.0)]
         scores.append(found)
         one.stop()
-    assert len(units) == len(sequences)
     gaps = torch.cat([(a - b).abs() for a, b in zip(*scores, strict=True)])
     assert gaps.mean().item() < 0.02

@@ -130,7 +130,7 @@ def test_gradient_equals_plain_autograd_of_the_plain_model(
     for name, gradient in zip(machinery(one).weights.names, got, strict=True):
         expected = want[name].grad
         assert expected is not None
-        torch.testing.assert_close(gradient.double(), expected, atol=2e-6, rtol=2e-4)
+        torch.testing.assert_close(gradient.cpu().double(), expected, atol=2e-6, rtol=2e-4)
 
 
 def test_recomputed_old_policy_equals_a_scoring_pass(
