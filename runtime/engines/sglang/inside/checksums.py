@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.engines.sglang.inside.plugin import wrap
+from runtime.engines.sglang.inside.timing import Timing
 from runtime.publication.checksum import Checksums
 from runtime.publication.mix64 import Tiles
 
@@ -27,10 +28,11 @@ def hook_checksums(checker: Any) -> None:
     def make(original: Any) -> Any:
         def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
             model = self._get_model()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            answer = _empty_answer(checker, self, kwargs)
-            answer["checksums"] = model_checksums(model)
+            with Timing("checksums"):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                answer = _empty_answer(checker, self, kwargs)
+                answer["checksums"] = model_checksums(model)
             return answer
 
         return compute
