@@ -1,25 +1,27 @@
-"""What a publication costs, part by part: by ipc to an engine on the trainer's GPU, by broadcast to
-one on another GPU (P5).
+"""What a publication costs, part by part (P5): by ipc on one GPU, by broadcast to another one.
 
 The trainer is in this process, on the first GPU. Both engines are idle and started side by side.
-Ways take turns: each transport with buckets in the form of our plugin, and in the engine's own form.
-Of every call the time here and the time in the server's process is told, both in milliseconds.
+Ways take turns: each transport with buckets in the form of our plugin, and in the engine's own.
+Of every call the time here and in the server's process is told, in milliseconds.
 
     python -m benchmarks.gpu_publish --engine-python /opt/sglang/bin/python --out publish.json
 
-``--engines far`` leaves the first engine out, where a model fills the card. ``--cpu`` tries it with a
-tiny model and gloo.
+``--engines far`` leaves the first engine out, where a model fills the card. ``--cpu`` tries it with
+a tiny model and gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ import torch
 from benchmarks.gpu_links import timed
 from benchmarks.gpu_task import GPU_ARGS, make_model
 from runtime.engines.client import HttpEngineClient
+from runtime.engines.protocol import GenerateRequest, SamplingSettings
 from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.settings import SglangSettings
 from runtime.policy import PolicyId
@@ -45,6 +48,7 @@ from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSet
 MARK = "milepost.took "
 """Of the lines in which an engine says what its part took (``inside.timing``)."""
 FORMS = ("own", "engine's")
+FIRE = "own form under fire"
 WARM = 2
 """Publications of each way before the ones that count: buffers, groups and kernels are made."""
 
@@ -67,7 +71,8 @@ class Engine:
     log: Path
     start_s: float = 0.0
     target: Target = field(init=False)
-    client: HttpEngineClient = field(init=False)
+    client: Any = None
+    """HttpEngineClient, once it runs."""
     calls: list[tuple[str, float, float]] = field(default_factory=list[Any])
     seen: dict[str, list[Seen]] = field(default_factory=lambda: defaultdict(list))
 
@@ -90,12 +95,21 @@ class Engine:
 
         self.client._http.call = told
 
+    async def stop(self) -> None:
+        """End it, whatever it had come to."""
+        if self.client is not None:
+            await self.client.close()
+        await anyio.to_thread.run_sync(self.owner.stop)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """In which it takes buckets."""
+        return FORMS if getattr(self.client._info, "own_buckets", False) else FORMS[1:]
+
     def use(self, form: str) -> None:
         """Take buckets in that form from now on."""
-        info = self.client._info
-        assert info is not None
-        if hasattr(info, "own_buckets"):
-            self.client._info = replace(info, own_buckets=form == "own")
+        if hasattr(self.client._info, "own_buckets"):
+            self.client._info = replace(self.client._info, own_buckets=form == "own")
 
     def says(self) -> list[dict[str, Any]]:
         """What its process said about its part, oldest first."""
@@ -114,18 +128,23 @@ class Source:
         self._trainer, self._server = trainer, trainer._server
 
     async def describe(self, kinds: Any = ONLY_SHA256) -> Any:
+        """What a broadcast will carry."""
         return await self._trainer._step("describe", kinds)
 
     async def free_port(self, host: str) -> int:
+        """For the store of the next group."""
         return self._server.free_port(host)
 
     async def open_group(self, plan: Any, timeout_s: float) -> None:
+        """Join as rank 0."""
         await self._trainer._step("open_group", plan, timeout_s)
 
     async def send_bucket(self, *what: Any) -> None:
+        """Send some buckets."""
         await self._trainer._step("send_bucket", *what)
 
     async def abort(self) -> None:
+        """Leave the group."""
         await anyio.to_thread.run_sync(self._server.abort_broadcast)
 
 
@@ -143,10 +162,10 @@ def engine_on(arguments: argparse.Namespace, folder: Path, name: str, gpu: int) 
         device="cpu" if arguments.cpu else "cuda",
         dtype="float32" if arguments.cpu else "bfloat16",
         seed=1,
-        max_running_requests=16,
+        max_running_requests=256,
         args={"max_total_tokens": 20000}
         if arguments.cpu
-        else {**GPU_ARGS, "cuda_graph_max_bs_decode": 8, "mem_fraction_static": 0.3},
+        else {**GPU_ARGS, "mem_fraction_static": 0.3},
     )
     owner = SglangOwner(slot=0, settings=settings, log_path=str(log), scratch=str(folder))
     return Engine(name=name, owner=owner, log=log)
@@ -183,30 +202,65 @@ async def main_async(arguments: argparse.Namespace, folder: Path) -> dict[str, A
         publishers = {
             name: _publisher(transports[name](), folder / f"{name}.jsonl") for name in engines
         }
+        forms = {name: engine.forms for name, engine in engines.items()}
         update = 0
         for _ in range(WARM + arguments.rounds):
             for form in FORMS:
                 for name, engine in engines.items():
+                    if form not in forms[name]:
+                        continue
                     update += 1
                     engine.use(form)
                     await _publish(publishers[name], engine, form, PolicyId(1, update))
             _write(arguments, found | {"ways": ways(engines)})
+        for name, engine in engines.items():
+            for _ in range(arguments.fire):
+                update += 1
+                async with under_fire(engine, arguments):
+                    await _publish(publishers[name], engine, FIRE, PolicyId(1, update))
+                _write(arguments, found | {"ways": ways(engines)})
         for publisher in publishers.values():
             await publisher.close()
         found["ways"] = ways(engines)
     finally:
         for engine in engines.values():
-            await anyio.to_thread.run_sync(engine.owner.stop)
+            await engine.stop()
         await trainer.shutdown()
     found |= ceilings(found["ways"])
     _write(arguments, found)
     return found
 
 
+@asynccontextmanager
+async def under_fire(engine: Engine, arguments: argparse.Namespace) -> AsyncGenerator[None]:
+    """Responses in flight, past their prompts; what is left of them is awaited afterwards."""
+    rng = random.Random(time.time_ns())
+    size = engine.client._info.vocab_size
+
+    async def one(number: int) -> None:
+        request = GenerateRequest(
+            rid=f"f{time.time_ns()}-{number}",
+            input_ids=tuple(rng.randrange(size) for _ in range(8 if arguments.cpu else 128)),
+            salt="e1.u0",
+            sampling=SamplingSettings(max_new_tokens=256, ignore_eos=True),
+        )
+        await engine.client.generate(request, deadline_s=120)
+
+    engine.use(FORMS[0])
+    async with anyio.create_task_group() as tasks:
+        for number in range(arguments.concurrency):
+            tasks.start_soon(one, number)
+        with anyio.move_on_after(20):  # a model quick enough is never so far
+            while (await engine.client.load()).running < arguments.concurrency:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        yield
+
+
 async def _publish(publisher: Publisher, engine: Engine, form: str, policy: PolicyId) -> None:
     engine.calls.clear()
     decision = await publisher.publish(policy, [engine.target], mode="refresh")
-    engine.seen[f"{publisher._transport.name}, {form} form"].append(
+    way = form if form == FIRE else f"{form} form"
+    engine.seen[f"{publisher._transport.name}, {way}"].append(
         Seen(decision=decision, calls=list(engine.calls))
     )
 
@@ -293,13 +347,15 @@ def main() -> None:
     parser.add_argument("--engines", default="near,far")
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--fire", type=int, default=0, help="publications beside responses")
+    parser.add_argument("--concurrency", type=int, default=256, help="of them")
     parser.add_argument("--cpu", action="store_true", help="one tiny engine, broadcast by gloo")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.cpu:
-        arguments.engines, arguments.shape = "far", "tiny"
+        arguments.engines, arguments.shape, arguments.concurrency = "far", "tiny", 8
     with tempfile.TemporaryDirectory(prefix="mpp-") as name:
         arguments.model = str(make_model(Path(name) / "model", arguments.shape))
         if torch.cuda.is_available():

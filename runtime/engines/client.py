@@ -265,7 +265,7 @@ class HttpEngineClient:
                     + ("host memory" if bucket.cuda is None else "device memory"),
                     url=self._url,
                 )
-        if info.own_buckets:
+        if info.own_buckets and info.shares == "cuda":
             body = own_body(buckets, num_ranks=info.tensor)
         elif len(buckets) == 1:
             (bucket,) = buckets

@@ -20,16 +20,21 @@ def broadcast_format(sizes: Sequence[int]) -> str:
     return f"{NAME}:{','.join(map(str, sizes))}"
 
 
-def sizes_of(load_format: str | None) -> list[int] | None:
-    """Tensors of each bucket; None for a call that is not in our form.
+def is_broadcast(load_format: str | None) -> bool:
+    """Whether a broadcast is announced in our form, however well."""
+    return (load_format or "").startswith(f"{NAME}:")
+
+
+def sizes_of(load_format: str) -> list[int]:
+    """Tensors of each bucket.
+
+    Args:
+        load_format: of a broadcast in our form.
 
     Raises:
-        ValueError: if it is, and says no sizes, or one that is not positive.
+        ValueError: if it says no sizes, or one that is not positive.
     """
-    name, colon, sizes = (load_format or "").partition(":")
-    if name != NAME or not colon:
-        return None
-    found = [int(size) for size in sizes.split(",")]
+    found = [int(size) for size in load_format.partition(":")[2].split(",")]
     if min(found) <= 0:
         raise ValueError(f"{load_format} names a bucket without tensors")
     return found

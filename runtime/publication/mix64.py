@@ -44,7 +44,10 @@ class Tiles:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one tensor; its elements must not change before ``result``."""
-        words = _words(tensor)
+        self.add_words(name, words_of(tensor))
+
+    def add_words(self, name: str, words: torch.Tensor) -> None:
+        """The same of what ``words_of`` made of it."""
         self._names.append(name)
         self._lengths.append(-(-words.numel() // TILE))
         if words.is_cuda:
@@ -102,7 +105,8 @@ def digest(total: int) -> str:
     return f"{x:016x}"
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as int32 words: a view where it can be one, else a copy."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if missing := -flat.numel() % 4:
         flat = torch.cat([flat, flat.new_zeros(missing)])

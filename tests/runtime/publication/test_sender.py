@@ -44,6 +44,20 @@ def test_a_bucket_without_a_group_fails_after_its_part_of_the_export() -> None:
             sender.send_bucket(2)
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 48])
+def test_many_buckets_without_a_group_fail_after_all_of_the_export(keep_bytes) -> None:
+    exports = [Export(), Export()]
+    first, sibling = (
+        BroadcastSender(e, rank=rank, keep_bytes=keep_bytes) for rank, e in enumerate(exports)
+    )
+    for sender in (first, sibling):
+        sender.describe()
+    sibling.send_bucket(0, True, 3)
+    with pytest.raises(RuntimeError, match="no group"):
+        first.send_bucket(0, True, 3)
+    assert exports[0].walked == exports[1].walked
+
+
 def test_nobody_gets_the_port_of_a_group_between_its_choice_and_its_store() -> None:
     sender = BroadcastSender(Export())
     port = sender.free_port("127.0.0.1")

@@ -2,8 +2,8 @@
 
 Upstream takes one bucket a call and gives its tensors one by one to the model's loader, which looks
 up the place of each anew: at a billion bytes that takes ten times what the copying does, and
-requests wait for it. Where weights lie is known here by HF name (``checksums.hf_weights``), so a
-bucket is one copy. What cannot be written so, for its shape, dtype, model or ranks, goes through
+requests wait for it. Where weights lie is known here by HF name (``checksums.Held``), so a bucket
+is one copy. What cannot be written so, for its shape, dtype, model or ranks, goes through
 the model's loader as before. A publication verifies either by the bytes that are held afterwards.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.engines.own_format import NAME, sizes_of
-from runtime.engines.sglang.inside.checksums import hf_weights
+from runtime.engines.own_format import NAME, is_broadcast, sizes_of
+from runtime.engines.sglang.inside.checksums import Held, world
 from runtime.engines.sglang.inside.plugin import wrap
 from runtime.engines.sglang.inside.timing import Timing
 
@@ -101,14 +101,19 @@ def _arrival(work: Any, named: Named) -> Named:
 
 
 def _arriving(
-    updater: Any, names: Any, dtypes: Any, shapes: Any, group: str, sizes: Sequence[int]
+    updater: Any, names: Any, dtypes: Any, shapes: Any, group: str, load_format: str
 ) -> Arriving:
-    """Raises RuntimeError where no such group was joined."""
+    """What was announced, of which nothing is received yet.
+
+    Raises:
+        RuntimeError: where no such group was joined.
+        ValueError: if the buckets do not come out.
+    """
     joined = updater._model_update_group.get(group)
     if joined is None:
         raise RuntimeError(f"group {group} was not joined")
     specs = list(zip(names, dtypes, shapes, strict=True))
-    return Arriving(joined, updater.device, specs, sizes)
+    return Arriving(joined, updater.device, specs, sizes_of(load_format))
 
 
 def _broadcast(original: Any) -> Any:
@@ -116,14 +121,15 @@ def _broadcast(original: Any) -> Any:
     def update(
         self: Any, names: Any, dtypes: Any, shapes: Any, group_name: str, load_format: Any = None
     ) -> Any:
-        sizes = sizes_of(load_format)
-        if sizes is None:
+        if not is_broadcast(load_format):
             return original(self, names, dtypes, shapes, group_name, load_format)
         refused = _refusal(lambda: original(self, [], [], [], group_name, None))
         if refused is not None:
             return refused
         return _load(
-            self, "broadcast", lambda: _arriving(self, names, dtypes, shapes, group_name, sizes)
+            self,
+            "broadcast",
+            lambda: _arriving(self, names, dtypes, shapes, group_name, load_format),
         )
 
     return update
@@ -132,11 +138,10 @@ def _broadcast(original: Any) -> Any:
 def _announced(original: Any) -> Any:
     @functools.wraps(original)
     def receive(self: Any, **told: Any) -> Any:
-        sizes = sizes_of(told.get("load_format"))
-        if sizes is None:
+        if not is_broadcast(told.get("load_format")):
             return original(self, **told)
         names, dtypes, shapes = told["names"], told["dtypes"], told["shapes"]
-        return _arriving(self, names, dtypes, shapes, told["group_name"], sizes)
+        return _arriving(self, names, dtypes, shapes, told["group_name"], told["load_format"])
 
     return receive
 
@@ -264,14 +269,7 @@ def _fits(place: torch.Tensor | None, tensor: torch.Tensor) -> bool:
 
 
 def places_of(model: Any) -> dict[str, torch.Tensor]:
-    """Where each weight lies, by HF name; nothing where only the model's own loader may write.
-
-    Kept with the model until a parameter of it lies elsewhere.
-    """
-    if type(model).__name__ not in PLAIN or (dist.is_initialized() and dist.get_world_size() > 1):
+    """Where each weight lies, by HF name; nothing where only the model's own loader may write."""
+    if type(model).__name__ not in PLAIN or world() > 1:
         return {}
-    lie = [parameter.data_ptr() for parameter in model.parameters()]
-    kept = model.__dict__.get("_milepost_places")
-    if kept is None or kept[0] != lie:
-        kept = model.__dict__["_milepost_places"] = (lie, dict(hf_weights(model)))
-    return kept[1]
+    return Held.by(model).tensors

@@ -23,9 +23,7 @@ def register() -> None:
 
         module = import_module
         hook_checksums(module("sglang.srt.utils.weight_checker"))
-        hook_loading(
-            module("sglang.srt.model_executor.model_runner_components.weight_updater")
-        )
+        hook_loading(module("sglang.srt.model_executor.model_runner_components.weight_updater"))
         hook_stamps(
             scheduler=module("sglang.srt.managers.scheduler"),
             updater=module("sglang.srt.managers.scheduler_components.weight_updater"),
