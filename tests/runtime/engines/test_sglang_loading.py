@@ -260,7 +260,8 @@ def test_a_parameter_that_lies_elsewhere_is_found_there() -> None:
     model.attention["qkv_proj"].weight.data = torch.zeros(8, 3)
     after = model.held()
     assert {n for n in after if after[n] != before[n]} == set(after) - {"norm.bias"}
-    loading.load_bucket(model, [("norm.weight", torch.full((3, 5), 7.0))])
+    new = [("norm.weight", torch.full((3, 5), 7.0))]
+    loading.load_bucket(model, new, loading.places_of(model))
     assert model.norm.weight.eq(7).all()
     assert not model.by_loader
 
@@ -271,8 +272,9 @@ def test_a_parameter_that_lies_elsewhere_is_found_there() -> None:
 def test_what_does_not_lie_as_it_came_goes_through_the_models_loader(tensor: torch.Tensor) -> None:
     model = Qwen3ForCausalLM()
     model.load_weights = lambda named: model.by_loader.extend(name for name, _ in named)  # type: ignore[method-assign]
-    loading.load_bucket(model, [("norm.bias", torch.zeros(3)), ("norm.weight", tensor)])
-    loading.load_bucket(model, [("unknown", tensor)])
+    places = loading.places_of(model)
+    loading.load_bucket(model, [("norm.bias", torch.zeros(3)), ("norm.weight", tensor)], places)
+    loading.load_bucket(model, [("unknown", tensor)], places)
     assert model.by_loader == ["norm.bias", "norm.weight", "unknown"]
 
 
@@ -296,6 +298,10 @@ def test_shared_buckets_are_opened_once_and_read_where_they_lie(
         assert updater.update_weights_from_tensor(buckets, "milepost")[0] is True
         assert model.norm.weight.eq(value).all()
         assert model.norm.bias.eq(value).all()
+    buckets["buckets"][0]["tensors"] = [("norm.weight", "float32", (3, 5), 0, 60)]
+    memory[:60].view(torch.float32).fill_(3.0)
+    assert updater.update_weights_from_tensor(buckets, "milepost")[0] is True
+    assert (model.norm.weight.eq(3).all(), model.norm.bias.eq(2).all()) == (True, True)
     assert opened == [76]
     updater.refuses = (False, "not now")
     memory.fill_(0)

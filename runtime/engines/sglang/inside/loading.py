@@ -185,25 +185,24 @@ class OpenBuckets:
     """
 
     def __init__(self) -> None:
-        self._open: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._open: OrderedDict[tuple[Any, ...], tuple[Any, torch.Tensor, Named]] = OrderedDict()
 
     def named(self, bucket: Mapping[str, Any]) -> Named:
         """Its tensors, where they lie."""
-        flat = self._flat(bucket["cuda"], bucket["num_bytes"])
-        return [
-            (name, flat[start:end].view(getattr(torch, dtype)).view(tuple(shape)))
-            for name, dtype, shape, start, end in bucket["tensors"]
-        ]
-
-    def _flat(self, cuda: Sequence[Any], num_bytes: int) -> torch.Tensor:
-        key = (*cuda, num_bytes)
-        found = self._open.pop(key, None)
-        if found is None:
-            found = _opened(cuda, num_bytes)
-        self._open[key] = found
+        key = (*bucket["cuda"], bucket["num_bytes"])
+        layout, flat, named = self._open.pop(key, (None, None, ()))
+        if flat is None:
+            flat = _opened(bucket["cuda"], bucket["num_bytes"])
+        if layout != bucket["tensors"]:
+            layout = bucket["tensors"]
+            named = [
+                (name, flat[start:end].view(getattr(torch, dtype)).view(tuple(shape)))
+                for name, dtype, shape, start, end in layout
+            ]
+        self._open[key] = layout, flat, named
         while len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)
-        return found
+        return named
 
 
 def _opened(cuda: Sequence[Any], num_bytes: int) -> torch.Tensor:
@@ -234,8 +233,9 @@ def _load(updater: Any, way: str, buckets: Callable[[], Iterable[Named]]) -> tup
     try:
         with Timing(f"load.{way}") as timing:
             with torch.no_grad():
+                places = places_of(model)
                 for named in buckets():
-                    load_bucket(model, named)
+                    load_bucket(model, named, places)
                     del named  # its memory is the next bucket's
             timing.queued()
             if torch.device(updater.device).type == "cuda":
@@ -248,9 +248,8 @@ def _load(updater: Any, way: str, buckets: Callable[[], Iterable[Named]]) -> tup
     return True, "Succeeded to update parameter online."
 
 
-def load_bucket(model: Any, named: Named) -> None:
-    """Write some weights, by HF name."""
-    places = places_of(model)
+def load_bucket(model: Any, named: Named, places: Mapping[str, torch.Tensor]) -> None:
+    """Write some weights, by HF name; ``places``: of that model."""
     if all(_fits(places.get(name), tensor) for name, tensor in named):
         # One launch for the bucket; torch has no public name for it.
         copy_all: Any = getattr(torch, "_foreach_copy_")  # noqa: B009
