@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,10 @@ class Engine:
         """What its process said about its part, oldest first."""
         found: list[dict[str, Any]] = []
         for path in (self.log.with_name(self.log.name + ".1"), self.log):
-            if path.exists():
-                lines = path.read_text(errors="replace").splitlines()
-                found += [json.loads(line.partition(MARK)[2]) for line in lines if MARK in line]
+            for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+                with suppress(json.JSONDecodeError):  # other processes write there too
+                    if MARK in line:
+                        found.append(json.loads(line.partition(MARK)[2]))
         return found
 
 
