@@ -12,7 +12,7 @@ from runtime.engines.protocol import TensorSpec
 from runtime.errors import ContractViolation
 from runtime.publication.groups import GroupPlan
 from runtime.publication.safetensors_file import spec_of
-from runtime.publication.sender import BroadcastSender
+from runtime.publication.sender import BroadcastSender, Packed
 
 
 class Export:
@@ -126,3 +126,13 @@ def test_small_weights_are_gathered_once_and_sent_from_what_was_kept(keep_bytes,
     for sender in senders:
         with pytest.raises(ContractViolation):
             sender.send_bucket(5)
+
+
+def test_what_was_packed_is_found_again_tensor_by_tensor() -> None:
+    """Engines that take no runs of bytes are sent these."""
+    tensors = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(4).to(torch.bfloat16)]
+    packed = Packed.of(tensors)
+    assert packed.flat.numel() == sum(t.nbytes for t in tensors)
+    for found, tensor in zip(packed.tensors(), tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
