@@ -230,15 +230,19 @@ def _refusal(nothing: Callable[[], Any]) -> Any:
 def _load(updater: Any, way: str, buckets: Callable[[], Iterable[Named]]) -> tuple[bool, str]:
     """Write all buckets; returns when the device has, so that the answer says what is held."""
     model = updater.get_model()
+    on_gpu = torch.device(updater.device).type == "cuda"
     try:
         with Timing(f"load.{way}") as timing:
+            if on_gpu:
+                # Forward passes run on a stream of their own: none may read what is written now.
+                torch.cuda.synchronize()
             with torch.no_grad():
                 places = places_of(model)
                 for named in buckets():
                     load_bucket(model, named, places)
                     del named  # its memory is the next bucket's
             timing.queued()
-            if torch.device(updater.device).type == "cuda":
+            if on_gpu:
                 torch.cuda.current_stream().synchronize()
     except Exception as error:
         return False, (
