@@ -105,9 +105,9 @@ class Weights:
         """Join as rank 0."""
         await anyio.to_thread.run_sync(self.sender.open_group, plan, timeout_s)
 
-    async def send_bucket(self, index: int, flat: bool) -> None:
-        """Send one bucket."""
-        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat)
+    async def send_bucket(self, index: int, flat: bool, count: int = 1) -> None:
+        """Send some buckets."""
+        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat, count)
 
     async def abort(self) -> None:
         """Leave the group."""

@@ -28,6 +28,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 4096,
     },
+    "4b": {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from runtime.engines.own_format import NAME
 from runtime.engines.shared import CudaHandle, SharedBucket, check_bucket
+from runtime.errors import ContractViolation
 
 _TENSOR_BUCKET = "sglang.srt.weight_sync.tensor_bucket"
 _PATCH_TORCH = "sglang.srt.utils.patch_torch"
@@ -75,6 +77,41 @@ def cuda_body(bucket: SharedBucket, *, num_ranks: int) -> dict[str, object]:
     assert bucket.cuda is not None, "the transport chose the wrong form"
     text = base64.b64encode(_pickle(_bucket_value(bucket, bucket.cuda))).decode()
     return {"load_format": "flattened_bucket", "serialized_named_tensors": [text] * num_ranks}
+
+
+def own_body(buckets: Sequence[SharedBucket], *, num_ranks: int) -> dict[str, object]:
+    """For our plugin in SGLang: all buckets as plain values, one text per tensor-parallel rank.
+
+    Raises:
+        ContractViolation: if there are none, or a description does not come out.
+    """
+    if not buckets:
+        raise ContractViolation("no buckets of weights were given")
+    for bucket in buckets:
+        check_bucket(bucket)
+    text = base64.b64encode(_pickle({"buckets": [_plain_value(b) for b in buckets]})).decode()
+    return {"load_format": NAME, "serialized_named_tensors": [text] * num_ranks}
+
+
+def _plain_value(bucket: SharedBucket) -> dict[str, object]:
+    cuda = bucket.cuda
+    assert cuda is not None, "the transport chose the wrong form"
+    return {
+        "num_bytes": bucket.num_bytes,
+        "cuda": (
+            cuda.device,
+            cuda.handle,
+            cuda.storage_bytes,
+            cuda.storage_offset,
+            cuda.ref_counter,
+            cuda.ref_counter_offset,
+            cuda.event,
+            cuda.needs_event,
+        ),
+        "tensors": [
+            (t.spec.name, t.spec.dtype, t.spec.shape, t.start, t.end) for t in bucket.tensors
+        ],
+    }
 
 
 def _bucket_value(bucket: SharedBucket, cuda: CudaHandle) -> dict[str, object]:

@@ -12,8 +12,9 @@ import anyio.to_thread
 import orjson
 
 from runtime.engines.answers import classify
-from runtime.engines.bucket_body import cuda_body, memory_body
+from runtime.engines.bucket_body import cuda_body, memory_body, own_body
 from runtime.engines.connection import Connection
+from runtime.engines.own_format import broadcast_format
 from runtime.engines.probe import probe
 from runtime.engines.protocol import (
     EngineInfo,
@@ -243,25 +244,40 @@ class HttpEngineClient:
             body["weight_version"] = str(policy)
         await self._update("/update_weights_from_tensor", body)
 
-    async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:
-        """Load one bucket from memory that this machine's processes share.
+    async def update_from_shared(self, *buckets: SharedBucket, flush: bool) -> None:
+        """Load from memory that this machine's processes share.
+
+        Args:
+            buckets: one; as many as there are where the engine takes ``own_buckets``.
+            flush: forget cached prefixes then.
 
         Raises:
-            ContractViolation: if the bucket's description does not come out; nothing was sent.
-            EngineRefused: if the engine opens no such memory, the weights do not fit, or ``flush``
-                meets retracted requests.
+            ContractViolation: if a bucket's description does not come out; nothing was sent.
+            EngineRefused: if the engine opens no such memory, or one bucket a call, the weights do
+                not fit, or ``flush`` meets retracted requests.
         """
         self._check_flush(flush)
         info = await self.info()
-        if info.shares != ("memory" if bucket.cuda is None else "cuda"):
-            raise EngineRefused(
-                f"this engine opens {info.shares} memory; the bucket lies in "
-                + ("host memory" if bucket.cuda is None else "device memory"),
-                url=self._url,
+        for bucket in buckets:
+            if info.shares != ("memory" if bucket.cuda is None else "cuda"):
+                raise EngineRefused(
+                    f"this engine opens {info.shares} memory; the bucket lies in "
+                    + ("host memory" if bucket.cuda is None else "device memory"),
+                    url=self._url,
+                )
+        if info.own_buckets and info.shares == "cuda":
+            body = own_body(buckets, num_ranks=info.tensor)
+        elif len(buckets) == 1:
+            (bucket,) = buckets
+            body = (
+                memory_body(bucket)
+                if bucket.cuda is None
+                else cuda_body(bucket, num_ranks=info.tensor)
             )
-        body = (
-            memory_body(bucket) if bucket.cuda is None else cuda_body(bucket, num_ranks=info.tensor)
-        )
+        else:
+            raise EngineRefused(
+                f"this engine takes one bucket a call, not {len(buckets)}", url=self._url
+            )
         await self._update("/update_weights_from_tensor", {**body, "flush_cache": flush})
 
     async def begin_update(self) -> None:
@@ -296,8 +312,19 @@ class HttpEngineClient:
         policy: PolicyId | None,
         flush: bool,
         flat: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer."""
+        """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer.
+
+        Args:
+            specs: of what arrives, in order.
+            group: that the engine joined.
+            policy: served then; None: as before.
+            flush: forget cached prefixes then.
+            flat: as one run of bytes.
+            sizes: several buckets of so many tensors each, flat; only where the engine takes
+                ``own_buckets``.
+        """
         self._check_flush(flush)
         body: dict[str, object] = {
             "names": [s.name for s in specs],
@@ -306,7 +333,9 @@ class HttpEngineClient:
             "group_name": group,
             "flush_cache": flush,
         }
-        if flat:
+        if sizes is not None:
+            body["load_format"] = broadcast_format(sizes)
+        elif flat:
             body["load_format"] = "flattened_bucket"
         if policy is not None:
             body["weight_version"] = str(policy)

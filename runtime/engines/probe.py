@@ -60,6 +60,7 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         shares=facts.get("shares", "none"),
         takes_adapters=facts.get("takes_adapters", False),
         flat_broadcast=facts.get("flat_broadcast", False),
+        own_buckets=facts.get("own_buckets", False),
         tensor=int(server.get("tp_size") or 1),
     )
 

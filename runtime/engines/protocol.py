@@ -112,6 +112,8 @@ class EngineInfo:
     """Tensor-parallel ranks."""
     flat_broadcast: bool = False
     """Takes a whole bucket as one broadcast of its bytes."""
+    own_buckets: bool = False
+    """Takes all buckets of a publication in one call, in the form of ``own_format``."""
     shares: Sharing = "none"
     """What ``update_from_shared`` can open."""
     takes_adapters: bool = False
@@ -196,8 +198,11 @@ class EngineClient(Protocol):
         """Load an adapter in peft's format over the base and serve it as ``policy``."""
         ...
 
-    async def update_from_shared(self, bucket: SharedBucket, *, flush: bool) -> None:
-        """Load one bucket from memory that this machine's processes share; copied on return."""
+    async def update_from_shared(self, *buckets: SharedBucket, flush: bool) -> None:
+        """Load from memory that this machine's processes share; copied on return.
+
+        ``buckets``: one; as many as there are where the engine takes ``own_buckets``.
+        """
         ...
 
     async def begin_update(self) -> None:
@@ -222,10 +227,12 @@ class EngineClient(Protocol):
         policy: PolicyId | None,
         flush: bool,
         flat: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """Receive one bucket by broadcast from rank 0 of ``group``; await beside the transfer.
 
-        ``flat``: as one run of bytes instead of tensor by tensor.
+        ``flat``: as one run of bytes instead of tensor by tensor. ``sizes``: several buckets of so
+        many tensors each, flat, one after the other.
         """
         ...
 

@@ -65,8 +65,11 @@ class BroadcastSource(Protocol):
         """Join as rank 0; returns when all have joined."""
         ...
 
-    async def send_bucket(self, index: int, flat: bool) -> None:
-        """Broadcast one bucket, as one run of bytes if ``flat``; returns when it is sent."""
+    async def send_bucket(self, index: int, flat: bool, count: int = 1) -> None:
+        """Broadcast ``count`` buckets from ``index`` on; returns when they are sent.
+
+        Each is one run of bytes if ``flat``.
+        """
         ...
 
     async def abort(self) -> None:
@@ -188,11 +191,13 @@ class BroadcastTransport:
         await self._all(members, blame, self._sessions.begin)
         if blame.is_clean and is_new:
             await self._join(members, blame)
-        for index, specs in enumerate(buckets):
-            if not blame.is_clean:
-                break
-            last = index == len(buckets) - 1
-            await self._send(index, specs, members, flush and last, blame)
+        if blame.is_clean:
+            infos = [await target.client.info() for target in members]
+            if all(info.own_buckets for info in infos):
+                await self._send_all(buckets, members, flush, blame)
+            else:
+                flat = all(info.flat_broadcast for info in infos)
+                await self._send_each(buckets, members, flush, flat, blame)
         if blame.is_clean:
             await self._all(members, blame, self._sessions.end)
         if blame.is_clean:
@@ -235,18 +240,59 @@ class BroadcastTransport:
 
         await self._side_by_side(members, join, open_group, blame, f"group {plan.name}")
 
+    async def _send_all(
+        self,
+        buckets: Sequence[Sequence[TensorSpec]],
+        members: Sequence[Target],
+        flush: bool,
+        blame: Blame,
+    ) -> None:
+        """One call for all buckets: no answer is waited for between them."""
+        assert self._group is not None
+        group = self._group.name
+        specs = [spec for bucket in buckets for spec in bucket]
+        sizes = [len(bucket) for bucket in buckets]
+
+        async def receive(target: Target) -> None:
+            with self._diagnostics.step("load", target=target, buckets=len(sizes)):
+                await target.client.update_from_distributed(
+                    specs, group=group, policy=None, flush=flush, flat=True, sizes=sizes
+                )
+
+        async def send() -> None:
+            if faults.plan is not None:
+                await faults.plan.pause("publication.bucket")
+            with self._diagnostics.step("broadcast", buckets=len(sizes), group=group):
+                await self._source.send_bucket(0, True, len(sizes))
+
+        what = f"{len(sizes)} buckets over group {group}"
+        await self._side_by_side(members, receive, send, blame, what)
+
+    async def _send_each(
+        self,
+        buckets: Sequence[Sequence[TensorSpec]],
+        members: Sequence[Target],
+        flush: bool,
+        flat: bool,
+        blame: Blame,
+    ) -> None:
+        for index, specs in enumerate(buckets):
+            if not blame.is_clean:
+                return
+            last = index == len(buckets) - 1
+            await self._send(index, specs, members, flush and last, flat, blame)
+
     async def _send(
         self,
         index: int,
         specs: Sequence[TensorSpec],
         members: Sequence[Target],
         flush: bool,
+        flat: bool,
         blame: Blame,
     ) -> None:
         assert self._group is not None
         group = self._group.name
-        infos = [await target.client.info() for target in members]
-        flat = all(info.flat_broadcast for info in infos)
 
         async def receive(target: Target) -> None:
             with self._diagnostics.step("load", target=target, bucket=index):

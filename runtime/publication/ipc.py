@@ -142,6 +142,16 @@ class IpcTransport:
         self._buckets.clear()
         await anyio.to_thread.run_sync(self._scratch.close)
 
+    async def _load_each(
+        self, target: Target, buckets: Sequence[SharedBucket], flush: bool
+    ) -> None:
+        # Side by side: an engine takes one after the other, and no answer is waited for between
+        # them. The last one comes alone, since it may flush the cache.
+        async with anyio.create_task_group() as tasks:
+            for index, bucket in enumerate(buckets[:-1]):
+                tasks.start_soon(self._load_one, target, index, bucket, False)
+        await self._load_one(target, len(buckets) - 1, buckets[-1], flush)
+
     async def _load_one(
         self, target: Target, index: int, bucket: SharedBucket, flush: bool
     ) -> None:
@@ -165,12 +175,11 @@ class IpcTransport:
             async with Wait(f"engine {target.slot} to load {len(buckets)} buckets", deadline_s):
                 await self._sessions.begin(target)
                 at = f"the buckets of place {place.number}"
-                # Side by side: an engine takes one after the other, and no answer is waited for
-                # between them. The last one comes alone, since it may flush the cache.
-                async with anyio.create_task_group() as tasks:
-                    for index, bucket in enumerate(buckets[:-1]):
-                        tasks.start_soon(self._load_one, target, index, bucket, False)
-                await self._load_one(target, len(buckets) - 1, buckets[-1], flush)
+                if (await target.client.info()).own_buckets:
+                    with self._diagnostics.step("load", target=target, buckets=len(buckets)):
+                        await target.client.update_from_shared(*buckets, flush=flush)
+                else:
+                    await self._load_each(target, buckets, flush)
                 await self._sessions.end(target)
         except ExceptionGroup as group:
             error = first_error(group)

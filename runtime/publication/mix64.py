@@ -26,40 +26,68 @@ _C1, _C2 = 0x85EBCA6B, 0xC2B2AE35
 
 
 class Tiles:
-    """Digests of a stream of tensors; the device is waited for once, at the end."""
+    """Digests of a stream of tensors; the device is waited for once, at the end.
 
-    def __init__(self) -> None:
+    On a GPU one kernel takes many tensors: a launch each would take longer than the reading.
+
+    Args:
+        ahead_bytes: how much may wait for its kernel.
+    """
+
+    def __init__(self, ahead_bytes: int = 512 * 1024**2) -> None:
+        self._ahead_bytes = ahead_bytes
         self._names: list[str] = []
+        self._lengths: list[int] = []
         self._tiles: list[torch.Tensor] = []
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor; it may change as soon as the device has got there."""
+        """Take one tensor; its elements must not change before ``result``."""
+        self.add_words(name, words_of(tensor))
+
+    def add_words(self, name: str, words: torch.Tensor) -> None:
+        """The same of what ``words_of`` made of it."""
         self._names.append(name)
-        self._tiles.append(tiles(tensor))
+        self._lengths.append(-(-words.numel() // TILE))
+        if words.is_cuda:
+            self._waiting.append(words)
+            self._waiting_bytes += words.nbytes
+            if self._waiting_bytes >= self._ahead_bytes:
+                self._launch()
+        else:
+            self._tiles.append(_tiles_of(words))
 
     def result(self) -> dict[str, str]:
         """All digests, in the order of the tensors."""
+        self._launch()
         if not self._names:
             return {}
         # Sums of all at once, by differences of running sums: a kernel each would take longer
         # than the tiles. Sums wrap, and only their lowest 64 bits count.
         running = torch.cat([torch.zeros_like(self._tiles[0][:1]), *self._tiles]).cumsum(0).cpu()
-        ends = torch.tensor([part.numel() for part in self._tiles]).cumsum(0)
+        ends = torch.tensor(self._lengths).cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         totals: list[int] = (running[ends] - running[starts]).tolist()
         return {name: digest(t) for name, t in zip(self._names, totals, strict=True)}
 
+    def _launch(self) -> None:
+        if self._waiting:
+            from runtime.publication.mix64_kernel import tiles_on_gpu
 
-def tiles(tensor: torch.Tensor) -> torch.Tensor:
-    """The tiles of one tensor, whose sum is finished by ``digest``; int64, where the tensor is.
+            self._tiles.append(tiles_on_gpu(self._waiting, tile=TILE, seeds=_SEEDS))
+            self._waiting, self._waiting_bytes = [], 0
 
-    On a GPU one kernel; elsewhere plain operations, for tests and rare use.
-    """
-    words = _words(tensor)
-    if words.is_cuda:
-        from runtime.publication.mix64_kernel import tiles_on_gpu
 
-        return tiles_on_gpu(words, seeds=_SEEDS)
+def mix64(tensor: torch.Tensor) -> str:
+    """Digest of one tensor; an empty one has digest 0."""
+    tiles = Tiles()
+    tiles.add("", tensor)
+    return tiles.result()[""]
+
+
+def _tiles_of(words: torch.Tensor) -> torch.Tensor:
+    """The tiles of one tensor, whose sum is finished by ``digest``; int64, by plain operations."""
     place = torch.arange(words.numel(), dtype=torch.int64)
     value = words.to(torch.int64) & _MASK
     halves = [_half(value, place, which) for which in (0, 1)]
@@ -77,12 +105,8 @@ def digest(total: int) -> str:
     return f"{x:016x}"
 
 
-def mix64(tensor: torch.Tensor) -> str:
-    """Digest of one tensor; an empty one has digest 0."""
-    return digest(int(tiles(tensor).sum()))
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as int32 words: a view where it can be one, else a copy."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if missing := -flat.numel() % 4:
         flat = torch.cat([flat, flat.new_zeros(missing)])

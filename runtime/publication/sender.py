@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,30 @@ KEEP_BYTES = 8 * 1024**3
 """On GPUs: the whole weights a sending rank may hold beside its shard."""
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One bucket as one run of bytes."""
+
+    flat: torch.Tensor
+    shapes: tuple[tuple[torch.dtype, torch.Size], ...]
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> Packed:
+        """Copy them, one after the other without gaps."""
+        parts = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+        return cls(torch.cat(parts), tuple((t.dtype, t.shape) for t in tensors))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As they were, in the same memory."""
+        found: list[torch.Tensor] = []
+        at = 0
+        for dtype, shape in self.shapes:
+            end = at + dtype.itemsize * shape.numel()
+            found.append(self.flat[at:end].view(dtype).view(shape))
+            at = end
+        return found
+
+
 class BroadcastSender:
     """Sends the exported weights bucket by bucket.
 
@@ -36,9 +61,10 @@ class BroadcastSender:
         backend: this rank's trainer.
         rank: of the trainer; 0 sends.
         bucket_bytes: size of a bucket at most; a larger tensor goes alone.
-        keep_bytes: weights up to this size are gathered once, before engines pause, and kept for
-            the sending; larger ones are gathered a second time then. None: ``KEEP_BYTES`` on GPUs,
-            where gathering takes far longer than sending, and nothing on a CPU. Equal on all ranks.
+        keep_bytes: weights up to this size are gathered and packed once, before engines pause, and
+            kept for the sending; larger ones are gathered a second time then. None: ``KEEP_BYTES``
+            on GPUs, where gathering takes far longer than sending, and nothing on a CPU. Equal on
+            all ranks.
     """
 
     def __init__(
@@ -52,7 +78,7 @@ class BroadcastSender:
         if keep_bytes is None:
             keep_bytes = KEEP_BYTES if torch.cuda.is_available() else 0
         self._keep_bytes = keep_bytes
-        self._kept: list[list[torch.Tensor]] | None = None
+        self._kept: list[Packed] | None = None
         """Buckets of the last description, empty on ranks that do not send; None: not kept."""
         self._backend = backend
         self._rank = rank
@@ -69,16 +95,16 @@ class BroadcastSender:
 
         What it saw is what ``send_bucket`` sends: the weights stand still in between.
         """
-        self._kept = None
+        self._kept = None  # first: what is packed now takes its memory
         total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
         buckets: list[tuple[TensorSpec, ...]] = []
-        kept: list[list[torch.Tensor]] = []
+        kept: list[Packed] = []
         keeps = total <= self._keep_bytes
         with Digests(kinds, total, self._bucket_bytes) as sums:
             for bucket in self._backend.export_weights(self._bucket_bytes):
                 buckets.append(tuple(spec_of(name, tensor) for name, tensor in bucket))
                 if keeps and self._rank == 0:
-                    kept.append([tensor.detach().contiguous() for _, tensor in bucket])
+                    kept.append(Packed.of([tensor for _, tensor in bucket]))
                 for name, tensor in bucket:
                     sums.add(name, tensor.detach().contiguous())
             digests = sums.result()
@@ -121,23 +147,34 @@ class BroadcastSender:
         with self._lock:
             self._group = group
 
-    def send_bucket(self, index: int, flat: bool = False) -> None:
-        """Broadcast one bucket; 0 begins a new walk through the export.
+    def send_bucket(self, index: int, flat: bool = False, count: int = 1) -> None:
+        """Broadcast some buckets; 0 begins a new walk through the export.
 
         Args:
-            index: which one.
-            flat: as one run of bytes, tensor after tensor without gaps.
+            index: the first one.
+            flat: each as one run of bytes, tensor after tensor without gaps.
+            count: how many: what was kept is sent without a wait between them.
 
         Raises:
             ContractViolation: if it is not the next one.
             RuntimeError: if a peer is gone, ``abort`` was called (before, too), or the group's
                 timeout passed.
         """
-        sending = self._start(index, flat)
-        # An error raised here is kept by whoever called; it must not keep the group alive with it,
-        # since peers learn of an abort only when the group is gone.
-        if sending is not None:
-            sending.result()
+        error: RuntimeError | None = None
+        # Kept ones at once; others one by one, so that no more than one is held.
+        step = count if self._kept is not None else 1
+        for at in range(index, index + count, step):
+            try:
+                sending = self._start(range(at, at + step), flat, sends=error is None)
+                # An error raised here is kept by whoever called; it must not keep the group alive
+                # with it, since peers learn of an abort only when the group is gone.
+                if sending is not None:
+                    sending.result()
+            except RuntimeError as exc:
+                # The other ranks walk on through the export and would wait for us.
+                error = error or exc
+        if error is not None:
+            raise error
 
     def abort(self) -> None:
         """Leave the group; a broadcast under way fails here at once. Idempotent.
@@ -161,29 +198,27 @@ class BroadcastSender:
                 self._port = None
         held.close()
 
-    def _start(self, index: int, flat: bool) -> Future[None] | None:
-        """Take the next bucket and begin to send it; None on ranks that do not send."""
+    def _start(self, indices: range, flat: bool, *, sends: bool) -> Future[None] | None:
+        """Take the next buckets and begin to send them; None where nothing is sent."""
         with self._lock:
             group = self._group
         # Taken without a group too: the other ranks are in this export, and would wait for us.
-        tensors = self._take(index)
-        if self._rank != 0:
+        tensors = [tensor for index in indices for tensor in self._take(index, flat)]
+        if self._rank != 0 or not sends:
             return None
         if group is None:
             raise RuntimeError("there is no group: it was left before this bucket")
         sending: Future[None] = Future()
         with self._lock:
             self._sending = sending
-        if flat:
-            tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
         # A thread that can be left behind: gloo ends an operation at its timeout and not before.
         threading.Thread(
             target=_send, args=(group, tensors, sending), name="broadcast", daemon=True
         ).start()
         return sending
 
-    def _take(self, index: int) -> list[torch.Tensor]:
-        """The tensors of the next bucket; none on ranks that do not send."""
+    def _take(self, index: int, flat: bool) -> list[torch.Tensor]:
+        """What is sent of the next bucket; nothing on ranks that do not send."""
         if index == 0:
             self._next = 0
             self._export = (
@@ -195,11 +230,16 @@ class BroadcastSender:
         if self._kept is not None:
             if self._rank == 0 and index >= len(self._kept):
                 raise ContractViolation(f"there is no bucket {index}")
-            return self._kept[index] if self._rank == 0 else []
+            if self._rank != 0:
+                return []
+            return [self._kept[index].flat] if flat else self._kept[index].tensors()
         bucket = next(self._export, None)
         if bucket is None:
             raise ContractViolation(f"the export ended before bucket {index}")
-        return [tensor.detach().contiguous() for _, tensor in bucket]
+        if self._rank != 0:
+            return []
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
+        return [Packed.of(tensors).flat] if flat else tensors
 
 
 def _send(group: CollectiveGroup, tensors: list[torch.Tensor], sending: Future[None]) -> None:

@@ -166,9 +166,9 @@ class TrainerGroup:
         """Join as rank 0; returns when all have joined."""
         await self._step("open_group", plan, timeout_s)
 
-    async def send_bucket(self, index: int, flat: bool = False) -> None:
-        """Broadcast one bucket; returns when it is sent."""
-        await self._step("send_bucket", index, flat)
+    async def send_bucket(self, index: int, flat: bool = False, count: int = 1) -> None:
+        """Broadcast ``count`` buckets from ``index`` on; returns when they are sent."""
+        await self._step("send_bucket", index, flat, count)
 
     async def abort(self) -> None:
         """Leave the group; may be called while ``send_bucket`` runs, which then fails."""

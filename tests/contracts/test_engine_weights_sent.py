@@ -14,6 +14,8 @@ from safetensors.torch import save
 
 from runtime.engines.collective import CollectiveGroup
 from runtime.engines.held_port import HeldPort
+from runtime.engines.own_format import broadcast_format
+from runtime.publication.sender import Packed
 from tests.contracts.conftest import Models, RunningEngine, only_on
 from tests.contracts.generating import LONG, generate
 from tests.contracts.lane import LANE
@@ -181,6 +183,28 @@ async def test_broadcast_update(engine_server: RunningEngine, models: Models):
     assert destroyed.status == 200
     again = await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})
     assert (again.status, again.body["success"]) == (400, False)
+    group.close()
+
+
+@only_on("sglang", "the embedded engine takes a bucket a call")
+async def test_all_buckets_of_a_broadcast_in_one_call(engine_server: RunningEngine, models: Models):
+    assert (await engine_server.get("/milepost")).body["own_buckets"] is True
+    group = await _joined(engine_server)
+    weights = tensors(models, "b")
+    parts = [list(weights.values())[:5], list(weights.values())[5:]]
+    await engine_server.post("/begin_weight_update")
+    announced = _announcement(weights, load_format=broadcast_format([len(p) for p in parts]))
+    answer = asyncio.ensure_future(
+        engine_server.post("/update_weights_from_distributed", announced)
+    )
+    buckets = [Packed.of(part).flat for part in parts]
+    await anyio.to_thread.run_sync(lambda: group.broadcast(buckets))
+    assert (await answer).status == 200
+    await engine_server.post("/end_weight_update")
+    assert await engine_checksums(engine_server) == LANE.checksums(weights.items())
+    assert (
+        await engine_server.post("/destroy_weights_update_group", {"group_name": "g"})
+    ).status == 200
     group.close()
 
 

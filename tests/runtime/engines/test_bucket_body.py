@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.engines.bucket_body import cuda_body, memory_body
+from runtime.engines.bucket_body import cuda_body, memory_body, own_body
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.protocol import EngineInfo, TensorSpec
 from runtime.engines.shared import CudaHandle, SharedBucket, check_bucket, lay_out
@@ -100,6 +100,28 @@ def test_every_rank_of_an_engine_gets_a_text():
     assert len(cuda_body(bucket, num_ranks=2)["serialized_named_tensors"]) == 2
 
 
+@given(made=st.lists(specs, min_size=1, max_size=3))
+def test_our_plugin_gets_plain_values_and_no_name_to_look_up(made):
+    buckets = [bucket_of(each) for each in made]
+    body = own_body(buckets, num_ranks=2)
+    first, second = body["serialized_named_tensors"]
+    assert first == second
+    data = base64.b64decode(first, validate=True)
+    assert not any(op.name in ("GLOBAL", "STACK_GLOBAL", "REDUCE") for op, _, _ in
+                   pickletools.genops(data))  # fmt: skip
+    for bucket, found in zip(buckets, pickle.loads(data)["buckets"], strict=True):
+        flat = torch.arange(bucket.num_bytes).to(torch.uint8)
+        assert found["num_bytes"] == bucket.num_bytes
+        assert found["cuda"] == (
+            HANDLE.device, HANDLE.handle, HANDLE.storage_bytes, HANDLE.storage_offset,
+            HANDLE.ref_counter, HANDLE.ref_counter_offset, HANDLE.event, True,
+        )  # fmt: skip
+        for spec, (name, dtype, shape, start, end) in zip(bucket.specs, found["tensors"],
+                                                          strict=True):  # fmt: skip
+            assert (name, dtype, shape) == (spec.name, spec.dtype, spec.shape)
+            assert flat[start:end].view(getattr(torch, dtype)).reshape(shape).shape == shape
+
+
 ONE = bucket_of([
     TensorSpec(name="a", dtype="float32", shape=(2, 2)),
     TensorSpec(name="b", dtype="float32", shape=(3,)),
@@ -124,8 +146,9 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_come_out_is_never_sent(what):
+def test_what_does_not_come_out_is_never_sent(what, own):
     """SGLang's whole server ends on a malformed body."""
 
     async def main():
@@ -136,7 +159,7 @@ def test_what_does_not_come_out_is_never_sent(what):
                 return EngineInfo(
                     version="0.5.17", vocab_size=8, context_length=8, max_running_requests=1,
                     native_spans=False, takes_salt=True, update_bracket=False,
-                    shares="cuda" if WRONG[what].cuda else "memory",
+                    shares="cuda" if WRONG[what].cuda else "memory", own_buckets=own,
                 )  # fmt: skip
 
             async def _update(self, path, body):

@@ -68,8 +68,8 @@ class ModelTrainer:
     async def open_group(self, plan: GroupPlan, timeout_s: float) -> None:
         await anyio.to_thread.run_sync(self.sender.open_group, plan, timeout_s)
 
-    async def send_bucket(self, index: int, flat: bool) -> None:
-        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat)
+    async def send_bucket(self, index: int, flat: bool, count: int = 1) -> None:
+        await anyio.to_thread.run_sync(self.sender.send_bucket, index, flat, count)
 
     async def abort(self) -> None:
         await anyio.to_thread.run_sync(self.sender.abort)

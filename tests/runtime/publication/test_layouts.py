@@ -125,8 +125,8 @@ class Ranks:
     async def open_group(self, plan, timeout_s):
         await anyio.to_thread.run_sync(self.step, "open_group", plan, timeout_s)
 
-    async def send_bucket(self, index, flat):
-        await anyio.to_thread.run_sync(self.step, "send_bucket", index, flat)
+    async def send_bucket(self, index, flat, count=1):
+        await anyio.to_thread.run_sync(self.step, "send_bucket", index, flat, count)
 
     async def abort(self):
         await anyio.to_thread.run_sync(self.call, "abort_broadcast")

@@ -12,7 +12,7 @@ from runtime.engines.protocol import TensorSpec
 from runtime.errors import ContractViolation
 from runtime.publication.groups import GroupPlan
 from runtime.publication.safetensors_file import spec_of
-from runtime.publication.sender import BroadcastSender
+from runtime.publication.sender import BroadcastSender, Packed
 
 
 class Export:
@@ -42,6 +42,20 @@ def test_a_bucket_without_a_group_fails_after_its_part_of_the_export() -> None:
     for sender in (first, sibling):
         with pytest.raises(ContractViolation, match="out of turn"):
             sender.send_bucket(2)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 48])
+def test_many_buckets_without_a_group_fail_after_all_of_the_export(keep_bytes) -> None:
+    exports = [Export(), Export()]
+    first, sibling = (
+        BroadcastSender(e, rank=rank, keep_bytes=keep_bytes) for rank, e in enumerate(exports)
+    )
+    for sender in (first, sibling):
+        sender.describe()
+    sibling.send_bucket(0, True, 3)
+    with pytest.raises(RuntimeError, match="no group"):
+        first.send_bucket(0, True, 3)
+    assert exports[0].walked == exports[1].walked
 
 
 def test_nobody_gets_the_port_of_a_group_between_its_choice_and_its_store() -> None:
@@ -112,3 +126,13 @@ def test_small_weights_are_gathered_once_and_sent_from_what_was_kept(keep_bytes,
     for sender in senders:
         with pytest.raises(ContractViolation):
             sender.send_bucket(5)
+
+
+def test_what_was_packed_is_found_again_tensor_by_tensor() -> None:
+    """Engines that take no runs of bytes are sent these."""
+    tensors = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(4).to(torch.bfloat16)]
+    packed = Packed.of(tensors)
+    assert packed.flat.numel() == sum(t.nbytes for t in tensors)
+    for found, tensor in zip(packed.tensors(), tensors, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)

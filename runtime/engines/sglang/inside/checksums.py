@@ -7,16 +7,21 @@ however the server lays them out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime.engines.sglang.inside.plugin import wrap
+from runtime.engines.sglang.inside.timing import Timing
 from runtime.publication.checksum import Checksums
-from runtime.publication.mix64 import Tiles
+from runtime.publication.mix64 import Tiles, words_of
 
 _AHEAD_BYTES = 2**30
+_NO_COPIES = 2**62
+"""What waits for its kernel lies in the model anyway."""
+_KEPT = "_milepost_held"
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -27,10 +32,11 @@ def hook_checksums(checker: Any) -> None:
     def make(original: Any) -> Any:
         def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
             model = self._get_model()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            answer = _empty_answer(checker, self, kwargs)
-            answer["checksums"] = model_checksums(model)
+            with Timing("checksums"):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                answer = _empty_answer(checker, self, kwargs)
+                answer["checksums"] = model_checksums(model)
             return answer
 
         return compute
@@ -52,15 +58,57 @@ def _empty_answer(checker: Any, instance: Any, kwargs: dict[str, Any]) -> dict[s
 def model_checksums(model: Any) -> dict[str, str]:
     """Checksum of every weight, tied ones once. All ranks call it together."""
     if next(model.parameters()).is_cuda:
-        tiles = Tiles()
-        for name, tensor in hf_weights(model):
-            tiles.add(name, tensor)
-        return tiles.result()
+        return _on_gpu(model)
     total = sum(parameter.nbytes for _, parameter in model.named_parameters())
-    with Checksums(total * _world(), _AHEAD_BYTES) as sums:
+    with Checksums(total * world(), _AHEAD_BYTES) as sums:
         for name, tensor in hf_weights(model):
             sums.add(name, tensor)
         return sums.result()
+
+
+def _on_gpu(model: Any) -> dict[str, str]:
+    if world() > 1:
+        tiles = Tiles()
+        for name, tensor in hf_weights(model):
+            tiles.add(name, tensor)  # gathered: a whole copy each
+        return tiles.result()
+    tiles = Tiles(ahead_bytes=_NO_COPIES)
+    held = Held.by(model)
+    for name, tensor in held.tensors.items():
+        words = held.words.get(name)
+        if words is None:
+            tiles.add(name, tensor)
+        else:
+            tiles.add_words(name, words)
+    return tiles.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where the weights of a model on one rank lie, by HF name.
+
+    Taking a model apart costs more than hashing it. It is done once and kept with the model, as
+    long as each parameter lies where it lay: what was kept keeps its memory, so nothing else can
+    lie there.
+    """
+
+    lie: list[int]
+    """Address of each parameter."""
+    tensors: dict[str, torch.Tensor]
+    words: dict[str, torch.Tensor]
+    """The same memory as ``mix64`` reads it, for those of which it needs no copy."""
+
+    @classmethod
+    def by(cls, model: Any) -> Held:
+        """What that model holds now."""
+        lie = [parameter.data_ptr() for parameter in model.parameters()]
+        kept: Held | None = model.__dict__.get(_KEPT)
+        if kept is None or kept.lie != lie:
+            tensors = dict(hf_weights(model))
+            words = {name: words_of(tensor) for name, tensor in tensors.items()}
+            views = {n: w for n, w in words.items() if w.data_ptr() == tensors[n].data_ptr()}
+            kept = model.__dict__[_KEPT] = cls(lie, tensors, views)
+        return kept
 
 
 def hf_weights(model: Any) -> Named:
@@ -141,7 +189,8 @@ def _renamed(prefix: str, fused: str, name: str) -> str:
     return f"{parent}.{name}"
 
 
-def _world() -> int:
+def world() -> int:
+    """Ranks of this server."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -151,10 +200,10 @@ def _gathered(part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
     Raises:
         RuntimeError: if copies differ.
     """
-    if _world() == 1:
+    if world() == 1:
         return part
     own = part.contiguous()
-    shards = [torch.empty_like(own) for _ in range(_world())]
+    shards = [torch.empty_like(own) for _ in range(world())]
     dist.all_gather(shards, own)
     for first in range(0, len(shards), copies):
         if not all(torch.equal(shards[first], shards[first + i]) for i in range(1, copies)):

@@ -28,6 +28,8 @@ def add_front(http: Any, api_key: str | None, serving: Callable[[], Any]) -> Non
     async def milepost() -> dict[str, object]:
         manager = http._global_state.tokenizer_manager
         model, on_gpu = manager.model_config, manager.server_args.device == "cuda"
+        # A draft model takes its own copy of what arrives, and ours arrives once.
+        drafts = getattr(manager.server_args, "speculative_algorithm", None) is not None
         return {
             "contract": CONTRACT,
             "vocab_size": int(model.vocab_size),
@@ -35,6 +37,7 @@ def add_front(http: Any, api_key: str | None, serving: Callable[[], Any]) -> Non
             "hash": "mix64" if on_gpu else "sha256",
             "shares": "cuda" if on_gpu else "none",
             "flat_broadcast": True,
+            "own_buckets": not drafts,
             "keepalive_s": serving().config.timeout_keep_alive,
         }
 

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from runtime.engines.sglang.inside.plugin import wrap
+from runtime.engines.sglang.inside.timing import Timing
 
 POLL_S = 0.005
 
@@ -30,12 +31,13 @@ def _quick_abort(original: Any) -> Any:
         if obj.mode != "abort":
             await original(self, obj)
             return
-        async with self.is_pause_cond:
-            self.is_pause = True  # whatever comes from now on waits
-            while True:
-                self.abort_request(abort_all=True)
-                if not await self.model_update_lock.is_locked():
-                    return
-                await asyncio.sleep(POLL_S)
+        with Timing("pause"):
+            async with self.is_pause_cond:
+                self.is_pause = True  # whatever comes from now on waits
+                while True:
+                    self.abort_request(abort_all=True)
+                    if not await self.model_update_lock.is_locked():
+                        return
+                    await asyncio.sleep(POLL_S)
 
     return pause

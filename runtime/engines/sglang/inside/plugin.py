@@ -1,4 +1,4 @@
-"""The plugin that each process of the server loads: checksums by HF name, and stamped prefixes.
+"""The plugin that each process of the server loads: checksums, buckets, stamped prefixes.
 
 A process where a hook does not fit ends: a server that only seems to have them must not serve.
 """
@@ -18,10 +18,12 @@ def register() -> None:
         return  # the detokenizer holds neither weights nor prefixes
     try:
         from runtime.engines.sglang.inside.checksums import hook_checksums
+        from runtime.engines.sglang.inside.loading import hook_loading
         from runtime.engines.sglang.inside.stamps import hook_stamps
 
         module = import_module
         hook_checksums(module("sglang.srt.utils.weight_checker"))
+        hook_loading(module("sglang.srt.model_executor.model_runner_components.weight_updater"))
         hook_stamps(
             scheduler=module("sglang.srt.managers.scheduler"),
             updater=module("sglang.srt.managers.scheduler_components.weight_updater"),
