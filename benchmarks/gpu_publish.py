@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -357,6 +358,8 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.cpu:
         arguments.engines, arguments.shape, arguments.concurrency = "far", "tiny", 8
+    # As the trainer's ranks: an engine of SGLang takes such memory from nobody.
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"
     with tempfile.TemporaryDirectory(prefix="mpp-") as name:
         arguments.model = str(make_model(Path(name) / "model", arguments.shape))
         if torch.cuda.is_available():
