@@ -13,7 +13,8 @@ from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.copied import read_copied, write_copied
 from runtime.checkpoints.download import restore_copy
 from runtime.checkpoints.resume import find_restorable
-from runtime.checkpoints.upload import Uploads, copy_commit
+from runtime.checkpoints.upload import copy_commit
+from runtime.checkpoints.uploads import Uploads
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.rundir.chain import Chain
