@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
-from runtime.checkpoints.bucket import Bucket
+from runtime.checkpoints.bucket import Bucket, StoreUnreachable
+from runtime.rundir import atomic
 
 
 class MemoryBucket(Bucket):
@@ -76,5 +78,54 @@ class MemoryBucket(Bucket):
             self.after(call, name)
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+class Crash(BaseException):
+    """The process is gone; no handler of the code under test may run on after it."""
+
+
+Kind = Literal["crash", "away", "lost"]
+Fault = tuple[Kind, int] | None
+"""What happens at which counted call.
+
+``crash``: the process is gone before a call that changes store or disk; ``away``: a call is
+refused; ``lost``: one that changes the store is made, and its answer does not come.
+"""
+
+
+class Cut:
+    """One fault in the calls of a block."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._kind, self._left = ("", -1) if fault is None else fault
+        self.has_struck = False
+        """Otherwise its number was beyond all calls."""
+
+    def before(self, call: str, name: str) -> None:
+        is_change = call in ("create", "send", "delete")
+        if self._kind == "crash" and is_change and self._counted():
+            raise Crash(f"{call} {name}")
+        if self._kind == "away" and self._counted():
+            raise StoreUnreachable(f"{call} {name}")
+
+    def after(self, call: str, name: str) -> None:
+        if self._kind == "lost" and self._counted():
+            raise StoreUnreachable(f"{call} {name}: no answer")
+
+    def probe(self, operation: str, path: Path) -> None:
+        if self._kind == "crash" and self._counted():
+            raise Crash(f"{operation} {path}")
+
+    def _counted(self) -> bool:
+        self._left -= 1
+        self.has_struck = self.has_struck or self._left == -1
+        return self._left == -1
+
+
+@contextmanager
+def cut(bucket: MemoryBucket, fault: Fault) -> Iterator[Cut]:
+    """Let a fault strike in the block, in the store or, a crash, at the disk."""
+    made = Cut(fault)
+    bucket.before, bucket.after, atomic.probe = made.before, made.after, made.probe
+    try:
+        yield made
+    finally:
+        bucket.before = bucket.after = atomic.probe = None

@@ -1,59 +1,21 @@
-"""A run and its copy against a model: commits, rewinds, lost machines, cuts at every counted call.
-
-Whatever was done, a machine that starts empty goes on from a commit of the present lineage, never
-from one that was undone, and from no less than the newest whose copy was said to be whole.
-"""
+"""A run and its copy against a model: rewinds, lost machines, cuts at every counted call."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
-from typing import Literal
+import itertools
+from contextlib import closing
 
-import anyio
 import hypothesis.strategies as st
-from hypothesis import event, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from runtime.checkpoints.bucket import StoreUnreachable
-from runtime.checkpoints.download import restore_copy
-from runtime.checkpoints.resume import Restorable, find_restorable
-from runtime.checkpoints.retention import retain
-from runtime.checkpoints.upload import copy_commit, make_known
-from runtime.checkpoints.uploads import Uploads
-from runtime.data.ledger import Ledger
-from runtime.data.order import PromptOrder
-from runtime.errors import PartialWrite
-from runtime.rundir import atomic, history
-from runtime.rundir.chain import Chain
-from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import CommitRecord
-from runtime.session.succession import newest_valid
-from tests.runtime.checkpoints.memory_bucket import MemoryBucket
-from tests.runtime.checkpoints.tiny_run import TinyRun, new_root, take_over
+from tests.runtime.checkpoints.copied_run import CopiedRun
+from tests.runtime.checkpoints.memory_bucket import Fault
 
-KEEP = 2
-ORDER = PromptOrder(64, epochs=2)
-Kind = Literal["crash", "away", "lost"]
-Key = tuple[str, float]
-
-
-class Crash(BaseException):
-    """The process is gone; no handler of the code under test may run on after it."""
-
-
-def key(commit: CommitRecord) -> Key:
-    """Two commits of one policy id differ in it."""
-    return commit.policy, commit.time
-
-
-Fault = tuple[Kind, int] | None
+AWAY = ("away", 0)
 FAULTS = st.sampled_from([None, "crash", "away", "lost"]).flatmap(
-    lambda kind: st.none() if kind is None else st.tuples(st.just(kind), st.integers(0, 20))
+    lambda kind: st.none() if kind is None else st.tuples(st.just(kind), st.integers(0, 15))
 )
 
 
@@ -62,259 +24,127 @@ class CopyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.bucket = MemoryBucket()
-        self.num_machines = 0
-        self.root = self.new_machine()
-        self.epoch: int | None = None
-        """Of the present owner; None while nobody owns the run."""
-        self.has_begun = False
-        """The session of the epoch is past its first step: it may publish and commit."""
-        self.lineage: list[Key] = []
-        self.in_doubt: list[Key] = []
-        """Passed over by an epoch that has not begun, so nothing contradicts them yet."""
-        self.undone: set[Key] = set()
-        self.whole: Key | None = None
-        """The newest of the lineage whose copy was said to be whole."""
-        self.known_epochs: set[int] = set()
-        self.evidence: dict[Key, bytes] = {}
+        self.run = CopiedRun()
+        self.run.start()
 
     def teardown(self) -> None:
-        atomic.probe = None
-        shutil.rmtree(self.folder)
-
-    def new_machine(self) -> RunRoot:
-        self.num_machines += 1
-        return new_root(self.folder / str(self.num_machines))
-
-    # -- faults -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def fault(self, fault: Fault) -> Iterator[None]:
-        """Let call number n of store or disk be the last, fail, or be done without an answer."""
-        left = -1 if fault is None else fault[1]
-        kind = "" if fault is None else fault[0]
-
-        def counted() -> bool:
-            nonlocal left
-            left -= 1
-            return left == -1
-
-        def before(call: str, name: str) -> None:
-            if kind != "lost" and counted():
-                raise Crash(name) if kind == "crash" else StoreUnreachable(f"{call} {name}")
-
-        def after(call: str, name: str) -> None:
-            if kind == "lost" and counted():
-                raise StoreUnreachable(f"{call} {name}: no answer")
-
-        def probe(operation: str, path: Path) -> None:
-            if kind == "crash" and counted():
-                raise Crash(operation)
-
-        self.bucket.before, self.bucket.after, atomic.probe = before, after, probe
-        try:
-            yield
-        finally:
-            self.bucket.before = self.bucket.after = atomic.probe = None
-
-    def die(self) -> None:
-        self.epoch, self.has_begun = None, False
-
-    # -- rules ------------------------------------------------------------------------------------
-
-    @initialize()
-    def start(self) -> None:
-        """Two commits, and copies of both."""
-        self.train(updates=1)
-        self.copy(fault=None)
+        self.run.close()
 
     @rule(damaged=st.integers(0, 2), fault=FAULTS)
     def take_over(self, damaged: int, fault: Fault) -> None:
-        """Also while a session waits for the store: its guard may be killed."""
-        self.own(damaged, fault)
-
-    def own(self, damaged: int, fault: Fault) -> None:
-        """A guard takes the run over; the newest commits on the disk may be damaged: a rewind."""
-        records = Chain(self.root).read()
-        for commit in history.standing_commits(records)[1:][-damaged:] if damaged else ():
-            for path in (self.root.path / commit.folder).glob("*.json"):
-                path.write_bytes(b"")
-        commit = newest_valid(self.root, records).commit
-        stands = 0 if commit is None else self.lineage.index(key(commit)) + 1
-        self.in_doubt = self.lineage[stands:] + self.in_doubt
-        self.lineage = self.lineage[:stands]
-        self.epoch, self.has_begun = take_over(self.root, restored=commit), False
-        assert self.epoch not in self.known_epochs, "an epoch's number came twice"
-        self.begin(fault)
+        self.run.take_over(damaged, fault)
 
     @rule(fault=FAULTS)
     def go_on(self, fault: Fault) -> None:
-        """A session that waits for the store tries once more; a lost one has a successor."""
-        if self.epoch is None:
-            self.own(0, fault)
-        elif not self.has_begun:
-            self.begin(fault)
-
-    def going(self) -> None:
-        """What follows needs a session that is past its first step."""
-        self.go_on(None)
-        assert self.has_begun
-
-    def begin(self, fault: Fault) -> None:
-        """The session's first step; what goes on beside it may fail for want of the store."""
-        uploads = Uploads(self.root, self.bucket, keep=KEEP, record=lambda *_, **__: None)
-        is_rewound = bool(self.in_doubt)
-        try:
-            with self.fault(fault):
-                anyio.run(uploads.tell_rewinds)
-                with suppress(StoreUnreachable):
-                    make_known(self.root, self.bucket, keep=KEEP)
-                    self.known_epochs.add(self.owned)
-        except StoreUnreachable:
-            assert is_rewound or self.undone, "a store that is away ends nothing"
-            return
-        except Crash:
-            return self.die()
-        self.has_begun = True
-        self.undone |= {*self.in_doubt}
-        self.in_doubt = []
-        if is_rewound:
-            self.whole = self.lineage[-1]
-        if not self.lineage:
-            self.commit(None)
+        self.run.go_on(fault)
 
     @rule(updates=st.integers(1, 3))
     def train(self, updates: int) -> None:
-        self.going()
-        for _ in range(updates):
-            self.commit(self.restorable())
-            retain(self.root, self.owned, keep=KEEP)
+        self.run.train(updates)
 
     @rule()
     def roll(self) -> None:
-        """Evidence of the update in hand, which no commit holds yet."""
-        self.going()
-        self.roll_out(self.restorable().commit.update + 1)
+        self.run.roll()
 
     @rule(fault=FAULTS)
     def copy(self, fault: Fault) -> None:
-        self.going()
-        newest = history.newest_commit(Chain(self.root).read())
-        assert newest is not None
-        self.send(newest, fault)
+        self.run.copy(fault)
+
+    @rule(fault=FAULTS)
+    def copy_by_hand(self, fault: Fault) -> None:
+        self.run.copy_by_hand(fault)
 
     @rule(fault=FAULTS, which=st.integers(0, 5))
     def copy_late(self, fault: Fault, which: int) -> None:
-        """An owner that was passed over wakes up over its copy."""
-        self.going()
-        commits = [r for r in Chain(self.root).read() if isinstance(r, CommitRecord)]
-        gone = [c for c in commits if key(c) in self.undone]
-        if gone:
-            self.send(gone[which % len(gone)], fault)
-
-    def send(self, commit: CommitRecord, fault: Fault) -> None:
-        try:
-            with self.fault(fault):
-                copy_commit(self.root, self.bucket, commit, keep=KEEP)
-        except (StoreUnreachable, PartialWrite):
-            return
-        except Crash:
-            return self.die()
-        if self.lineage[-1] == key(commit):
-            self.whole = key(commit)
+        self.run.copy_late(fault, which)
 
     @rule(faults=st.lists(FAULTS, max_size=2))
     def lose(self, faults: list[Fault]) -> None:
-        """The machine is gone; another one starts empty, and may be cut off over it."""
-        event(
-            f"lost: undone={bool(self.undone)} in doubt={bool(self.in_doubt)} whole={self.whole is not None} faults={faults}"
-        )
-        shutil.rmtree(self.root.path)
-        self.root = self.new_machine()
-        self.die()
-        for fault in (*faults, None):
-            try:
-                with self.fault(fault):
-                    restored = restore_copy(self.root, self.bucket)
-            except (StoreUnreachable, PartialWrite, Crash):
-                assert fault is not None
-                continue
-            break
-        known = history.standing_commits(Chain(self.root).read())
-        could_be = self.lineage + self.in_doubt
-        self.in_doubt = []
-        self.lineage = [key(c) for c in known]
-        if restored is None and known:
-            # An earlier try was cut off behind its last step.
-            restored = newest_valid(self.root, Chain(self.root).read()).commit
-        if restored is None:
-            assert self.whole is None, "a whole copy was not found"
-            self.lineage = []
-            return
-        assert key(restored) not in self.undone, "what was undone came back"
-        assert key(restored) in could_be
-        assert self.lineage == could_be[: len(self.lineage)]
-        if self.whole is not None:
-            assert could_be.index(key(restored)) >= could_be.index(self.whole)
-        self.whole = key(restored)
-        found = self.restorable()
-        assert (found.commit, found.history_gap) == (restored, None)
-        for each in could_be[1 : could_be.index(key(restored)) + 1]:
-            assert self.evidence_of(each[0]).read_bytes() == self.evidence[each]
-
-    # -- the run ----------------------------------------------------------------------------------
-
-    def restorable(self) -> Restorable:
-        found = find_restorable(self.root, Chain(self.root).read())
-        assert found is not None
-        assert Ledger.restore(found.segments, ORDER).digest == found.commit.consumed_digest
-        return found
-
-    @property
-    def owned(self) -> int:
-        assert self.epoch is not None
-        return self.epoch
-
-    @property
-    def is_held(self) -> bool:
-        """The session could not take its first step for want of the store."""
-        return self.epoch is not None and not self.has_begun
-
-    def commit(self, found: Restorable | None) -> None:
-        made = anyio.run(partial(_commit, self.root, self.owned, found))
-        self.lineage.append(key(made))
-        if made.update:
-            self.evidence[key(made)] = self.roll_out(made.update)
-
-    def evidence_of(self, policy: str) -> Path:
-        epoch, _, update = policy.removeprefix("e").partition(".u")
-        return self.root.rollouts / f"{int(update):06d}-e{epoch}.parquet"
-
-    def roll_out(self, update: int) -> bytes:
-        """Written once, as the rows of a collection are."""
-        path = self.evidence_of(f"e{self.owned}.u{update}")
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(f"rows of machine {self.num_machines}")
-        return path.read_bytes()
-
-
-async def _commit(root: RunRoot, epoch: int, found: Restorable | None) -> CommitRecord:
-    """Commit 0, or one more update upon what was found."""
-    async with anyio.create_task_group() as tasks:
-        parent = None if found is None else found.commit
-        ledger = None if found is None else Ledger.restore(found.segments, ORDER)
-        run = TinyRun(root, epoch, tasks, parent=parent, ledger=ledger)
-        if parent is None:
-            await run.begin()
-        else:
-            run.train()
-            await run.boundary()
-        made = await run.committer.settle()
-        assert made is not None
-    return made
+        self.run.lose(faults)
 
 
 TestCopyMachine = CopyMachine.TestCase
-TestCopyMachine.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+TestCopyMachine.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
+
+
+def is_away(run: CopiedRun) -> None:
+    """Two updates that the store knows nothing of, nor of their epoch."""
+    run.take_over(0, AWAY)
+    run.train(2)
+
+
+def is_untold(run: CopiedRun) -> None:
+    run.start()
+    run.take_over(0, AWAY)
+
+
+def rolls_untold(run: CopiedRun) -> None:
+    is_untold(run)
+    run.roll()
+
+
+def is_ahead(run: CopiedRun) -> None:
+    run.start()
+    run.train(2)
+    run.copy(None)
+
+
+def is_held(run: CopiedRun) -> None:
+    is_ahead(run)
+    run.take_over(1, AWAY)
+
+
+def is_rewound(run: CopiedRun) -> None:
+    is_ahead(run)
+    run.take_over(1, None)
+
+
+def trains(run: CopiedRun, fault: Fault) -> None:
+    run.train(1)
+    run.copy(fault)
+
+
+def resumes(run: CopiedRun, fault: Fault) -> None:
+    run.take_over(0, fault)
+
+
+def rewinds(run: CopiedRun, fault: Fault) -> None:
+    run.take_over(2, fault)
+
+
+def copies_late(run: CopiedRun, fault: Fault) -> None:
+    run.copy_late(fault, 0)
+
+
+STORIES = {
+    "what an epoch made that is not known yet": (is_untold, trains),
+    "evidence of such an epoch": (rolls_untold, CopiedRun.copy_by_hand),
+    "a first copy": (is_away, CopiedRun.copy),
+    "an epoch before the first copy": (is_away, resumes),
+    "a rewind": (is_ahead, rewinds),
+    "a rewind, once more": (is_held, CopiedRun.go_on),
+    "a rewind, by hand": (is_held, CopiedRun.copy_by_hand),
+    "a late copy before a rewind": (is_held, copies_late),
+    "a late copy behind a rewind": (is_rewound, copies_late),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_run_that_is_cut_off_at_any_call(story: str) -> None:
+    """Its machine is lost at once, and the next one later on; or it goes on without the store first."""
+    before, cut_off = STORIES[story]
+    with closing(CopiedRun()) as begun:
+        before(begun)
+        for number in itertools.count():
+            with closing(begun.fork()) as run:
+                cut_off(run, ("crash", number))
+                with closing(run.fork()) as other:
+                    other.go_on(AWAY)
+                    other.lose([])
+                is_over = not run.has_struck
+                run.lose([])
+                run.train(1)
+                run.copy(None)
+                run.lose([])
+            if is_over:
+                break
