@@ -120,6 +120,7 @@ class Session:
         """Nothing of an epoch is published, made or called complete that a copy may contradict."""
         if (copies := self._parts.copies) is not None:
             step = f"upload/{self._update}"
+            self._parts.view.doing(step)
             await self._parts.steps.run(step, copies.tell_rewinds, leaving=leaving)
 
     def _void_unstarted(self) -> list[str]:

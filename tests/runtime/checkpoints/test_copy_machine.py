@@ -131,7 +131,7 @@ STORIES = {
 
 @pytest.mark.parametrize("story", STORIES)
 def test_a_run_that_is_cut_off_at_any_call(story: str) -> None:
-    """Its machine is lost at once, and the next one later on; or it goes on without the store first."""
+    """Its machine is lost at once, and the next one later; or it goes on first, without a store."""
     before, cut_off = STORIES[story]
     with closing(CopiedRun()) as begun:
         before(begun)
