@@ -24,9 +24,11 @@ from runtime.data.frozen import open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.errors import OwnedError
+from runtime.evaluation.files import write_request
 from runtime.evaluation.job import JobOrder, run_job
 from runtime.evaluation.opening import Asker, frozen_set
-from runtime.evaluation.receipts import Snapshot, derive, write_request
+from runtime.evaluation.receipts import derive
+from runtime.evaluation.records import Snapshot
 from runtime.evaluation.snapshots import (
     SnapshotMissing,
     find_weights,

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 )
 
 from runtime.clock import ManualClock
-from runtime.evaluation import receipts, submission
+from runtime.evaluation import files, receipts, submission
 from runtime.evaluation.background import IN_FLIGHT
 from runtime.evaluation.job import JobOrder
 from runtime.evaluation.reading import receipts_of
-from runtime.evaluation.receipts import Request, Result, Started, TryError
+from runtime.evaluation.records import Request, Result, Started, TryError
 from runtime.evaluation.submission import JobsAway, JobState, Row, Rules, submit_due
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
@@ -77,15 +77,15 @@ class Owed:
             "kind": kind, "required": kind == "final", "mode": "background", "attempt": 1,
             "epoch": 1, "set_digest": "d", "sampling": {}, "seed": 0, **fields,
         }  # fmt: skip
-        receipts.write_request(folder, Request.model_validate(request))
+        files.write_request(folder, Request.model_validate(request))
         return folder
 
     def ask_at_the_end(self, update: int) -> Path:
         """The run ends where the cadence was skipped as busy."""
         folder = self.ask(update)
-        receipts.skip(folder, "busy", time=self.clock.time())
+        files.skip(folder, "busy", time=self.clock.time())
         last = {"kind": "final", "required": True, "time": self.clock.time()}
-        receipts.ask_once(folder, request_of(folder).model_copy(update=last))
+        files.ask_once(folder, request_of(folder).model_copy(update=last))
         return folder
 
     def submit(self, **rules: object) -> dict[int, Row]:
@@ -97,13 +97,13 @@ class Owed:
         """The newest try's job writes its result and ends."""
         (newest,) = receipts.derive(folder, stands=True).tries[-1:]
         made = {"time": self.clock.time(), "state": "succeeded", **result}
-        receipts.finish_try(folder, newest.number, Result.model_validate(made))
+        files.finish_try(folder, newest.number, Result.model_validate(made))
         self.jobs.states[newest.submission.key] = "over"
 
     def crash(self, folder: Path) -> None:
         """The newest try's job is killed."""
         (newest,) = receipts.derive(folder, stands=True).tries[-1:]
-        receipts.start_try(folder, newest.number, Started(time=self.clock.time(), host="h", pid=1))
+        files.start_try(folder, newest.number, Started(time=self.clock.time(), host="h", pid=1))
         self.jobs.states[newest.submission.key] = "over"
 
 
@@ -179,7 +179,7 @@ def test_a_final_one_skipped_as_busy_before_it_was_the_last_comes_home_like_any_
 
 def test_a_cadence_one_skipped_as_busy_stays_skipped(owed: Owed) -> None:
     folder = owed.ask(4)
-    receipts.skip(folder, "busy", time=owed.clock.time())
+    files.skip(folder, "busy", time=owed.clock.time())
     owed.clock.advance(1e6)
     for force in (False, True):
         assert owed.submit(force=force)[4].verdict in ("given_up", "reported")
@@ -297,7 +297,7 @@ def test_what_a_rewind_undid_is_voided(owed: Owed) -> None:
 
 def test_a_request_before_its_commit_waits(owed: Owed) -> None:
     folder = owed.root.evaluation("e1.u9", "held")
-    receipts.write_request(folder, request_of(owed.ask(4)).model_copy(update={"policy": "e1.u9"}))
+    files.write_request(folder, request_of(owed.ask(4)).model_copy(update={"policy": "e1.u9"}))
     assert owed.submit()[9].verdict == "waits"
 
 
@@ -318,7 +318,7 @@ def test_what_cannot_be_read_is_in_nothing_elses_way(owed: Owed) -> None:
 def test_a_damaged_one_whose_job_may_run_keeps_its_place(owed: Owed, torn: str) -> None:
     damaged = owed.ask(2, "final")
     owed.submit()
-    receipts.start_try(damaged, 0, Started(time=owed.clock.time(), host="h", pid=1))
+    files.start_try(damaged, 0, Started(time=owed.clock.time(), host="h", pid=1))
     ((place,),) = [[*damaged.rglob(torn)]]
     place.write_text("{")
     owed.ask(4, "final")
@@ -328,7 +328,7 @@ def test_a_damaged_one_whose_job_may_run_keeps_its_place(owed: Owed, torn: str) 
     # What a person names alone is spoken of, and its place counts the same.
     assert set(rows := owed.submit(asked=frozenset({third}))) == {6}
     assert rows[6].why == "2 are in flight"
-    receipts.finish_try(damaged, 0, Result(time=0.0, state="skipped", reason="crashed"))
+    files.finish_try(damaged, 0, Result(time=0.0, state="skipped", reason="crashed"))
     assert owed.submit()[6].verdict == "submitted"
 
 
@@ -343,7 +343,7 @@ def test_a_shared_one_that_failed_runs_in_the_background_once_its_session_is_ove
     owed: Owed, is_over: bool
 ) -> None:
     folder = owed.ask(4, "final", mode="shared")
-    receipts.claim_try(folder, by="session", time=owed.clock.time())
+    files.claim_try(folder, by="session", time=owed.clock.time())
     if is_over:
         end_of(owed.root)
         assert owed.submit()[4].receipt.reason == "crashed"
