@@ -43,7 +43,7 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.session.preparing import Prepared, run_preparation
 from tests.runtime.checkpoints.tiny_run import IDENTITY, take_over
-from tests.runtime.evaluation.test_submission import Jobs
+from tests.runtime.evaluation.owed import Jobs
 
 pytestmark = pytest.mark.timeout(180)
 PROMPTS = 8
