@@ -13,7 +13,8 @@ from prefect.runtime import flow_run
 
 from runtime.clock import SystemClock
 from runtime.evaluation.job import JobOrder, run_job
-from runtime.evaluation.receipts import Result, derive
+from runtime.evaluation.receipts import derive
+from runtime.evaluation.records import Result
 from runtime.evaluation.submission import JobsAway, Row, Rules, submit_due
 from runtime.rundir.layout import RunRoot
 from runtime.session.steps import StepKind

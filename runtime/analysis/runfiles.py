@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from runtime.errors import RunError
-from runtime.evaluation.receipts import Result
+from runtime.evaluation.records import Result
 from runtime.policy import PolicyId
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot

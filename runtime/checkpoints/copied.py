@@ -1,19 +1,24 @@
-"""What is known here of a run's copy in an object store: the receipt of the newest whole one.
+"""What is known here of a run's copy in an object store, by receipts.
 
-Nobody asks the store for it: ``status`` answers from the output root alone.
+One says which commit's copy is whole, the other of which epoch the store knows. Nobody asks the
+store for either: ``status`` answers from the output root alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from runtime.checkpoints.bucket import store_name
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.receipts import Receipt, read_receipt, write_receipt
-from runtime.rundir.records import CommitRecord
+from runtime.rundir.records import CommitRecord, EpochRecord, Record
 
 UPLOAD = "upload"
-"""The receipt's step."""
+"""The step of the receipt of a copy."""
+KNOWN = "known"
+"""The step of the receipt of an epoch."""
 
 
 def write_copied(
@@ -70,3 +75,42 @@ def is_copied(copied: Receipt | None, commit: CommitRecord, *, upload: str) -> b
         and str(copied.policy) == commit.policy
         and copied.detail.get("store") == store_name(upload)
     )
+
+
+def write_known(root: RunRoot, epoch: EpochRecord, *, store: str, time: float) -> None:
+    """Say that a store knows the chain up to an epoch. Idempotent; a later epoch's receipt stays.
+
+    Args:
+        root: the run.
+        epoch: whose record stands there, after all before it.
+        store: as ``str`` of its bucket says.
+        time: wall seconds.
+
+    Raises:
+        DiskFull: if there was no room; telling again sends nothing and writes it.
+    """
+    if _known_epoch(root, store=store) < epoch.epoch:
+        update = max(0, epoch.restored_update)
+        write_receipt(
+            root,
+            Receipt(
+                step=KNOWN, epoch=epoch.epoch, update=update, time=time, detail={"store": store}
+            ),
+        )
+
+
+def knows_rewinds(root: RunRoot, records: Sequence[Record], *, store: str) -> bool:
+    """Whether a store is known to know what was undone in this run; True where nothing was.
+
+    Args:
+        root: the run.
+        records: the chain.
+        store: as ``str`` of its bucket says: what another store knows proves nothing here.
+    """
+    rewinds = history.rewinds(records)
+    return not rewinds or rewinds[-1].epoch <= _known_epoch(root, store=store)
+
+
+def _known_epoch(root: RunRoot, *, store: str) -> int:
+    found = read_receipt(root, KNOWN)
+    return 0 if found is None or found.detail.get("store") != store else found.epoch

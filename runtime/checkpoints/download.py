@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.checkpoints.bucket import Bucket
+from runtime.checkpoints.chain_copy import read_copy
+from runtime.checkpoints.evidence_copy import fetch_evidence
 from runtime.checkpoints.files import damage_of, remove_folder
-from runtime.checkpoints.upload import EVIDENCE
 from runtime.errors import PartialWrite
 from runtime.rundir import atomic
 from runtime.rundir.history import standing_commits
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import ChainUnreadable, CommitRecord, FileEntry, Record, decode
+from runtime.rundir.records import CommitRecord, FileEntry, Record
 
-_RECORD = re.compile(r"chain/(0|[1-9]\d*)\.json")
 _FOLDER = re.compile(r"checkpoints/\d+-e[1-9]\d*")
 
 
@@ -31,7 +31,8 @@ def restore_copy(root: RunRoot, bucket: Bucket) -> CommitRecord | None:
 
     Returns:
         The commit; None where the root has a history of its own, which then counts, or the store
-        holds no copy.
+        knows of none. Epochs that ended before commit 0 are brought all the same: their numbers
+        are taken.
 
     Raises:
         StoreUnreachable: if the store does not answer.
@@ -40,7 +41,7 @@ def restore_copy(root: RunRoot, bucket: Bucket) -> CommitRecord | None:
     """
     if any(root.chain.glob("*.json")):
         return None
-    chain = _chain(bucket)
+    chain = read_copy(bucket)
     records = [record for record, _ in chain]
     commits = standing_commits(records)
     problems: list[str] = []
@@ -51,29 +52,14 @@ def restore_copy(root: RunRoot, bucket: Bucket) -> CommitRecord | None:
         problems += wrong
     else:
         if not commits:
+            if chain:
+                _place_chain(root, [data for _, data in chain])
             return None
         raise PartialWrite(f"no commit in {bucket} is whole: {'; '.join(problems)}")
     _fetch_ledger(root, bucket, records, commit)
-    for folder in EVIDENCE:
-        for name in bucket.names(f"{folder}/"):
-            if ".." not in name.split("/"):
-                bucket.fetch(name, root.path / name)
+    fetch_evidence(root, bucket)
     _place_chain(root, [data for _, data in chain])
     return commit
-
-
-def _chain(bucket: Bucket) -> list[tuple[Record, bytes]]:
-    numbers = sorted(int(m[1]) for n in bucket.names("chain/") if (m := _RECORD.fullmatch(n)))
-    chain: list[tuple[Record, bytes]] = []
-    for seq in range(len(numbers)):
-        name = f"chain/{seq}.json"
-        data = bucket.read(name)
-        if data is None:
-            raise ChainUnreadable(
-                f"{bucket}/{name} is missing, {numbers[-1]} is there", record=name
-            )
-        chain.append((decode(data, name=f"{bucket}/{name}"), data))
-    return chain
 
 
 def _fetch_commit(root: RunRoot, bucket: Bucket, commit: CommitRecord) -> list[str]:

@@ -1,43 +1,31 @@
 """Copies of commits in an object store, from which a run goes on when its machine is gone.
 
-The names are those of the output root. Files first, then the chain's records up to the commit in
-their order, each only where none stands yet: the ``commit`` record is the last thing that appears,
-so the copy is whole when it is seen, and of two owners on two disks one is stopped.
+The names are those of the output root. The epoch first, files next, then the chain's records up to
+the commit: a commit is seen once its copy is whole, and nothing bears the number of an epoch that
+the store does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import anyio
-import anyio.to_thread
+from collections.abc import Sequence
 
 from runtime.checkpoints.bucket import Bucket
-from runtime.checkpoints.copied import write_copied
-from runtime.checkpoints.files import digest, locate
+from runtime.checkpoints.chain_copy import ChainCopy
+from runtime.checkpoints.copied import write_copied, write_known
+from runtime.checkpoints.evidence_copy import send_evidence
+from runtime.checkpoints.files import locate
 from runtime.clock import Clock, SystemClock
-from runtime.errors import ManifestConflict, PartialWrite, StoreError
-from runtime.rundir import atomic
+from runtime.errors import PartialWrite
+from runtime.rundir import history
 from runtime.rundir.chain import Chain
-from runtime.rundir.history import standing_commits
 from runtime.rundir.layout import RunRoot
-from runtime.rundir.records import CommitRecord, Record
-from runtime.telemetry.events import Event
-
-EVIDENCE = ("rollouts", "evaluations")
-"""Folders of the output root that a finished run must show, beside its commits."""
-
-Say = Callable[..., None]
-
-
-def object_name(root: RunRoot, path: Path) -> str:
-    """The name of a file of the output root in the store."""
-    return path.relative_to(root.path).as_posix()
+from runtime.rundir.records import CommitRecord, EpochRecord, Record
 
 
 def upload(root: RunRoot, bucket: Bucket, commit: CommitRecord, *, keep: int) -> int:
     """Copy one commit with everything before it that is not there yet. Idempotent.
+
+    Of the newest commit the epochs begun since are told too, and by that what they undid.
 
     Args:
         root: the output root.
@@ -53,17 +41,21 @@ def upload(root: RunRoot, bucket: Bucket, commit: CommitRecord, *, keep: int) ->
         PartialWrite: if a file is gone: retention deleted an older commit under our hands.
         ManifestConflict: if another history stands in the store.
     """
-    records = Chain(root).read()[: commit.seq + 1]
-    standing = {int(name[6:-5]) for name in bucket.names("chain/")}
-    _check_history(root, bucket, standing)
-    sent = sum(_send_evidence(root, bucket, folder) for folder in EVIDENCE)
+    records = Chain(root).read()
+    copy = ChainCopy(root, bucket)
+    owner = history.newest_epoch(records[: commit.seq])
+    assert owner is not None  # whoever commits has begun an epoch
+    _tell(root, bucket, copy, owner)
+    sent = send_evidence(root, bucket, up_to_epoch=owner.epoch)
     ledger = set(bucket.names("ledger/"))
     for each in _parents(records, commit):
         sent += _send_files(root, bucket, each, ledger=ledger, is_whole=each is commit)
-    for record in records:
-        if record.seq not in standing:
-            _append(root, bucket, record)
-    _retain(bucket, records, keep=keep)
+    copy.extend(commit)
+    newest = history.newest_epoch(records)
+    if newest is not None and newest is not owner and history.newest_commit(records) == commit:
+        copy.extend(newest)
+        sent += send_evidence(root, bucket, up_to_epoch=newest.epoch)
+    _retain(root, bucket, commit, keep=keep)
     return sent
 
 
@@ -82,12 +74,48 @@ def copy_commit(
     return sent
 
 
-def _check_history(root: RunRoot, bucket: Bucket, standing: set[int]) -> None:
-    """What is there must be ours: two histories that part nowhere have the same newest record."""
-    if standing:
-        name = f"chain/{max(standing)}.json"
-        if bucket.read(name) != atomic.read_bytes(root.path / name):
-            raise _another_history(bucket, name)
+def make_known(root: RunRoot, bucket: Bucket, *, keep: int, clock: Clock | None = None) -> None:
+    """Let the store know of every epoch that was begun here, and of what it undid. Idempotent.
+
+    What a rewind restored is made whole there first. So a machine that starts empty goes on from
+    what was undone or from what was restored, and never from less; once this has returned, never
+    from what was undone.
+
+    Args:
+        root: the output root.
+        bucket: where to.
+        keep: see ``upload``.
+        clock: for the receipts.
+
+    Raises:
+        StoreError: as ``copy_commit``; asked again, it goes on from there.
+        ManifestConflict: if another history stands in the store: a second owner was faster.
+    """
+    records = Chain(root).read()
+    epoch, commit = history.newest_epoch(records), history.newest_commit(records)
+    if epoch is None:
+        return
+    copy, rewinds = ChainCopy(root, bucket), history.rewinds(records)
+    if commit is not None and rewinds and rewinds[-1].seq >= copy.num_records:
+        copy_commit(root, bucket, commit, keep=keep, clock=clock)
+    _tell(root, bucket, copy, epoch)
+    now = (clock or SystemClock()).time()
+    write_known(root, epoch, store=str(bucket), time=now)
+
+
+def _tell(root: RunRoot, bucket: Bucket, copy: ChainCopy, epoch: EpochRecord) -> None:
+    """Let the store know the chain up to an epoch; commit 0, which is small, is whole there first.
+
+    So whatever commits are known and not copied yet, there is always one to go on from.
+    """
+    records = Chain(root).read()[: epoch.seq]
+    first = next((each for each in records if isinstance(each, CommitRecord)), None)
+    if first is not None and first.seq >= copy.num_records:
+        owner = history.newest_epoch(records[: first.seq])
+        assert owner is not None  # whoever commits has begun an epoch
+        copy.extend(owner)
+        _send_files(root, bucket, first, ledger=set(), is_whole=True)
+    copy.extend(epoch)
 
 
 def _parents(records: Sequence[Record], commit: CommitRecord) -> list[CommitRecord]:
@@ -107,7 +135,7 @@ def _send_files(
     sent = 0
     for entry in commit.files:
         path = locate(root, commit, entry.name)
-        name = object_name(root, path)
+        name = path.relative_to(root.path).as_posix()
         is_ledger = entry.name.startswith("ledger/")
         if name in ledger or not (is_ledger or is_whole or commit.parent_seq is None):
             continue
@@ -120,115 +148,18 @@ def _send_files(
     return sent
 
 
-def _send_evidence(root: RunRoot, bucket: Bucket, folder: str) -> int:
-    """Files that are written once under names of their own; what is there stays."""
-    there = set(bucket.names(f"{folder}/"))
-    sent = 0
-    for path in sorted((root.path / folder).rglob("*")):
-        if path.is_file() and not path.name.startswith(".") and ".partial" not in path.name:
-            name = object_name(root, path)
-            # A log of items still grows: it is sent again; everything else has its last content.
-            if name not in there or path.suffix == ".jsonl":
-                bucket.send(name, path, sha256=digest(path))
-                sent += path.stat().st_size
-    return sent
+def _retain(root: RunRoot, bucket: Bucket, commit: CommitRecord, *, keep: int) -> None:
+    """Delete trainer state of older commits; their records and ledger stay, as on the disk.
 
-
-def _append(root: RunRoot, bucket: Bucket, record: Record) -> None:
-    name = f"chain/{record.seq}.json"
-    data = atomic.read_bytes(root.path / name)
-    assert data is not None  # it was read just now, and records never go
-    if not bucket.create(name, data) and bucket.read(name) != data:
-        raise _another_history(bucket, name)
-
-
-def _another_history(bucket: Bucket, name: str) -> ManifestConflict:
-    return ManifestConflict(
-        f"{bucket}/{name} is of another history than ours: a second owner of this run has copied "
-        "there, or checkpoint.upload belongs to another run",
-        record=name,
-    )
-
-
-def _retain(bucket: Bucket, records: Sequence[Record], *, keep: int) -> None:
-    """Delete trainer state of older commits; their records and ledger stay, as on the disk."""
-    old = [c for c in standing_commits(records)[:-keep] if c.parent_seq is not None]
-    there = {name.rsplit("/", 1)[0] for name in bucket.names("checkpoints/")}
-    for commit in old:
-        if commit.folder in there:
-            names = [f for f in commit.files if not f.name.startswith("ledger/")]
-            bucket.delete([f"{commit.folder}/{f.name}" for f in names])
-
-
-class Uploads:
-    """Copies commits beside training, one at a time; of those that wait only the newest counts.
-
-    A store that is away ends nothing: it is said, and the next commit brings everything along.
-
-    Args:
-        root: the output root.
-        bucket: where to.
-        keep: see ``upload``.
-        record: told what came of each, as ``LifecycleLog.record``.
+    The chain is read again: an owner that was passed over meanwhile, and whose commit a rewind has
+    undone, would delete what the run goes on from.
     """
-
-    def __init__(self, root: RunRoot, bucket: Bucket, *, keep: int, record: Say) -> None:
-        self._record = record
-        self._root = root
-        self._bucket = bucket
-        self._keep = keep
-        self._news = anyio.Event()
-        self._wanted: CommitRecord | None = None
-        self._is_busy = False
-        self.copied: CommitRecord | None = None
-        """The newest commit whose copy is whole."""
-
-    @property
-    def pinned(self) -> set[str]:
-        """Policy ids whose files retention must leave: they are being copied, or will be."""
-        return set() if self._wanted is None else {self._wanted.policy}
-
-    def committed(self, commit: CommitRecord) -> None:
-        """A commit stands: copy it, in place of an older one that was not begun."""
-        self._wanted = commit
-        self._news.set()
-
-    async def run(self) -> None:
-        """Copy until cancelled.
-
-        Raises:
-            ManifestConflict: if another history stands in the store.
-        """
-        while True:
-            await self._news.wait()
-            self._news = anyio.Event()
-            await self._copy_newest()
-
-    async def settle(self) -> bool:
-        """Copy what is not copied yet, once more; whether everything is. After ``run`` has ended.
-
-        A copy takes as long as it takes: every call of the store has a limit of its own.
-        """
-        await self._copy_newest()
-        return self._wanted is None
-
-    async def _copy_newest(self) -> None:
-        commit = self._wanted
-        if commit is None:
-            return
-        try:
-            sent = await anyio.to_thread.run_sync(self._upload, commit)
-        except ManifestConflict:
-            raise
-        except StoreError as error:
-            self._record(Event.CHECKPOINT_UPLOAD_FAILED, update=commit.update, error=error.message)
-            return
-        self.copied = commit
-        if self._wanted is commit:
-            self._wanted = None
-        self._record(
-            Event.CHECKPOINT_UPLOADED, update=commit.update, policy=commit.policy, num_bytes=sent
-        )
-
-    def _upload(self, commit: CommitRecord) -> int:
-        return copy_commit(self._root, self._bucket, commit, keep=self._keep)
+    standing = history.standing_commits(Chain(root).read())
+    if commit not in standing:
+        return
+    old = [c for c in standing[: standing.index(commit) + 1][:-keep] if c.parent_seq is not None]
+    there = {name.rsplit("/", 1)[0] for name in bucket.names("checkpoints/")}
+    for each in old:
+        if each.folder in there:
+            names = [f for f in each.files if not f.name.startswith("ledger/")]
+            bucket.delete([f"{each.folder}/{f.name}" for f in names])

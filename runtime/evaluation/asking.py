@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from runtime.errors import AttemptError, RunError, ServingError
+from runtime.evaluation.files import ask_once, skip
 from runtime.evaluation.opening import Asker
 from runtime.evaluation.reading import receipts_of
-from runtime.evaluation.receipts import Result, TryError, ask_once, skip
+from runtime.evaluation.records import Result, TryError
 from runtime.evaluation.shared import FrozenSet
 from runtime.policy import PolicyId
 from runtime.rundir.failure import fingerprint

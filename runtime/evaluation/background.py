@@ -19,10 +19,12 @@ from runtime.checkpoints.export import ExportReceipt, export_snapshot, read_rece
 from runtime.clock import Clock
 from runtime.errors import StoreError
 from runtime.evaluation.asking import ask_for_final
+from runtime.evaluation.files import ask_once, skip
 from runtime.evaluation.found import at_update
 from runtime.evaluation.opening import Asker
 from runtime.evaluation.reading import receipts_of, standing_result
-from runtime.evaluation.receipts import EvaluationReceipt, Request, Snapshot, ask_once, skip
+from runtime.evaluation.receipts import EvaluationReceipt
+from runtime.evaluation.records import Request, Snapshot
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet
 from runtime.evaluation.snapshots import release_snapshots, snapshot_of

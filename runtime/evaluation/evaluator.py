@@ -12,18 +12,12 @@ import anyio
 from runtime.clock import Clock
 from runtime.errors import EvaluationFailed, RunError
 from runtime.evaluation.asking import ask_for_final, failed_result
+from runtime.evaluation.files import claim_try, finish_try, start_try, write_request
 from runtime.evaluation.items import ItemLog
 from runtime.evaluation.opening import Asker
 from runtime.evaluation.reading import standing_result
-from runtime.evaluation.receipts import (
-    Result,
-    Started,
-    claim_try,
-    derive,
-    finish_try,
-    start_try,
-    write_request,
-)
+from runtime.evaluation.receipts import derive
+from runtime.evaluation.records import Result, Started
 from runtime.evaluation.sets import Kind
 from runtime.evaluation.shared import FrozenSet, SharedRunner
 from runtime.policy import PolicyId

@@ -23,18 +23,11 @@ from runtime.data.frozen import open_frozen
 from runtime.errors import EvaluationFailed, ManifestConflict, OwnedError, RunError, StoreError
 from runtime.evaluation.asking import failed_result
 from runtime.evaluation.engines import EngineUnhealthy, OwnEngines, own_engines
+from runtime.evaluation.files import finish_try, start_try
 from runtime.evaluation.items import ItemLog
 from runtime.evaluation.opening import evaluation_limits, frozen_set
-from runtime.evaluation.receipts import (
-    EvaluationReceipt,
-    Request,
-    Result,
-    SkipReason,
-    Started,
-    derive,
-    finish_try,
-    start_try,
-)
+from runtime.evaluation.receipts import EvaluationReceipt, derive
+from runtime.evaluation.records import Request, Result, SkipReason, Started
 from runtime.evaluation.shared import FrozenSet, SharedRunner
 from runtime.evaluation.snapshots import (
     SnapshotFailed,

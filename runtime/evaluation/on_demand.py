@@ -10,10 +10,10 @@ from runtime.checkpoints.export import read_receipt
 from runtime.clock import Clock
 from runtime.data.frozen import open_frozen
 from runtime.errors import ConfigError
+from runtime.evaluation.files import ask_once
 from runtime.evaluation.found import at_update
 from runtime.evaluation.opening import Asker, frozen_set
 from runtime.evaluation.reading import receipts_of, standing_result
-from runtime.evaluation.receipts import ask_once
 from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.chain import Chain

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from configs.run import RunSpec
 from runtime.clock import Clock
 from runtime.data.frozen import PromptStore
-from runtime.evaluation.receipts import Mode, Request, Snapshot
+from runtime.evaluation.records import Mode, Request, Snapshot
 from runtime.evaluation.sets import EvaluationSet, Kind
 from runtime.evaluation.shared import EvaluationLimits, FrozenSet
 from runtime.policy import PolicyId

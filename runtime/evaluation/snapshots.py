@@ -25,7 +25,7 @@ from runtime.checkpoints.files import remove_folder
 from runtime.checkpoints.resume import restorable_at
 from runtime.errors import RunError, StoreError
 from runtime.evaluation.reading import receipts_of
-from runtime.evaluation.receipts import Request, Snapshot
+from runtime.evaluation.records import Request, Snapshot
 from runtime.policy import PolicyId
 from runtime.rundir import atomic, history
 from runtime.rundir.chain import Chain

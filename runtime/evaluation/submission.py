@@ -17,6 +17,7 @@ from filelock import SoftFileLease, Timeout
 from runtime.clock import Clock
 from runtime.errors import RunError, StoreError
 from runtime.evaluation.background import IN_FLIGHT
+from runtime.evaluation.files import claim_try, finish_try, has_open_try
 from runtime.evaluation.found import evaluation_folders
 from runtime.evaluation.job import JobOrder
 from runtime.evaluation.reading import readings_of
@@ -25,15 +26,10 @@ from runtime.evaluation.receipts import (
     MAX_RESUBMISSIONS,
     RESUBMITTED,
     EvaluationReceipt,
-    Result,
-    Submission,
-    Try,
-    claim_try,
     derive,
-    finish_try,
-    has_open_try,
     num_resubmissions,
 )
+from runtime.evaluation.records import Result, Submission, Try
 from runtime.policy import PolicyId
 from runtime.rundir import history
 from runtime.rundir.chain import Chain

@@ -18,6 +18,8 @@ class Rewind:
 
     epoch: int
     """The epoch that began with it."""
+    seq: int
+    """Where in the chain its record stands."""
     was: int
     """Newest update committed until then."""
     to: int
@@ -106,7 +108,7 @@ def rewinds(records: Records) -> tuple[Rewind, ...]:
         if isinstance(record, EpochRecord):
             was = committed_update(records[:i])
             if record.restored_update < was:
-                found.append(Rewind(epoch=record.epoch, was=was, to=record.restored_update))
+                found.append(Rewind(epoch=record.epoch, seq=i, was=was, to=record.restored_update))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from runtime.checkpoints.bucket import Bucket
 from runtime.checkpoints.commit import Committer
 from runtime.checkpoints.copied import is_copied, read_copied
 from runtime.checkpoints.retention import retain
-from runtime.checkpoints.upload import Uploads
+from runtime.checkpoints.uploads import Uploads
 from runtime.data.segments import LedgerSegment
 from runtime.evaluation.snapshots import pinned_policies
 from runtime.rundir.chain import Chain

@@ -40,6 +40,14 @@ class Exporter(Protocol):
         ...
 
 
+class Copies(Protocol):
+    """The run's copy in an object store, as the sequence uses it."""
+
+    async def tell_rewinds(self) -> None:
+        """Return once the store knows what was undone in this run; idempotent."""
+        ...
+
+
 class SetEvaluator(Protocol):
     """Evaluates the sets of a run at the published policy, or asks others to."""
 
@@ -83,6 +91,8 @@ class Parts:
     producer: Producer
     publishing: Publishing
     commits: Committer
+    copies: Copies | None
+    """None where no copies are asked for."""
     evaluator: SetEvaluator
     probe: AgreementProbe
     exporter: Exporter

@@ -8,7 +8,7 @@ from typing import cast
 
 import anyio
 
-from runtime.checkpoints.upload import Uploads
+from runtime.checkpoints.uploads import Uploads
 from runtime.data.samples import PromptId
 from runtime.evaluation.background import BackgroundEvaluator
 from runtime.rollout.producer import Producer
@@ -149,6 +149,7 @@ def _parts(
         producer=producer,
         publishing=publishing,
         commits=make_committer(ground, standing, trainer, books, uploads),
+        copies=uploads,
         evaluator=evaluator,
         probe=AgreementProbe(
             pool=engines.pool,

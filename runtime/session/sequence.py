@@ -96,6 +96,7 @@ class Session:
         parts = self._parts
         if faults.plan is not None:
             await faults.plan.pause("session.open")
+        await self._tell_rewinds()
         parts.view.doing("rendezvous")
         await parts.steps.run("rendezvous", partial(parts.publishing.publish, self.policy))
         await self._probe()
@@ -114,6 +115,13 @@ class Session:
         parts.view.doing(self._segment, state="training")
         parts.recorder.lifecycle.record(Event.SESSION_READY, update=self._update)
         parts.producer.published(self.policy)
+
+    async def _tell_rewinds(self, *, leaving: End | None = None) -> None:
+        """Nothing of an epoch is published, made or called complete that a copy may contradict."""
+        if (copies := self._parts.copies) is not None:
+            step = f"upload/{self._update}"
+            self._parts.view.doing(step)
+            await self._parts.steps.run(step, copies.tell_rewinds, leaving=leaving)
 
     def _void_unstarted(self) -> list[str]:
         context = self._parts.context
@@ -278,6 +286,8 @@ class Session:
         if faults.plan is not None:
             await faults.plan.pause("session.leave")
         parts.books.ending(end)
+        if end.is_complete:
+            await self._tell_rewinds(leaving=end)
         await self._commit_at_end(end)
         await parts.producer.close()
         await parts.evaluator.settle()

@@ -158,6 +158,10 @@ class Event(StrEnum):
         "checkpoint.upload_failed",
         "The object store did not take it; the next commit, or `milepost upload`, brings it along.",
     )
+    CHECKPOINT_REWIND_KNOWN = (
+        "checkpoint.rewind_known",
+        "The object store knows what this epoch undid; nothing of it was made before.",
+    )
     CHECKPOINT_FETCHED = (
         "checkpoint.fetched",
         "A root without history was filled from the object store.",

@@ -20,7 +20,8 @@ import httpx
 import psutil
 import pytest
 
-from runtime.evaluation.receipts import EvaluationReceipt, Started, derive
+from runtime.evaluation.receipts import EvaluationReceipt, derive
+from runtime.evaluation.records import Started
 from runtime.rundir import workflow
 from runtime.rundir.layout import RunRoot
 from tests.e2e.running import processes_of

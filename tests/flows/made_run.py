@@ -13,7 +13,8 @@ from runtime.checkpoints.files import segment_name
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.errors import EngineDead
-from runtime.evaluation.receipts import Request, Result, claim_try, finish_try, write_request
+from runtime.evaluation.files import claim_try, finish_try, write_request
+from runtime.evaluation.records import Request, Result
 from runtime.launch.attempts import spec_digest
 from runtime.launch.start import expected_counts
 from runtime.policy import PolicyId

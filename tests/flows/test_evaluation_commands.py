@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from flows.cli import build_app
 from runtime.checkpoints.export import RECEIPT, read_receipt
-from runtime.evaluation.receipts import Result, claim_try, derive, finish_try
+from runtime.evaluation.files import claim_try, finish_try
+from runtime.evaluation.receipts import derive
+from runtime.evaluation.records import Result
 from runtime.recipes import laptop
 from tests.runtime.evaluation.test_job import POLICY, Job
 

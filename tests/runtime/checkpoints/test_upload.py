@@ -14,13 +14,15 @@ from runtime.checkpoints.copied import read_copied
 from runtime.checkpoints.download import restore_copy
 from runtime.checkpoints.resume import find_restorable
 from runtime.checkpoints.retention import retain
-from runtime.checkpoints.upload import Uploads, upload
+from runtime.checkpoints.upload import make_known, upload
+from runtime.checkpoints.uploads import Uploads
 from runtime.errors import ConfigError, ManifestConflict, PartialWrite
 from runtime.rundir import history
 from runtime.rundir.chain import Chain
 from runtime.rundir.journal import read_rows
 from runtime.rundir.records import ChainUnreadable
 from runtime.session.filling import fill_empty_root
+from tests.runtime.checkpoints.memory_bucket import MemoryBucket
 from tests.runtime.checkpoints.tiny_run import new_root, take_over, trained
 
 MIB = 1 << 20
@@ -131,7 +133,9 @@ def test_the_commit_record_appears_last_and_twice_sends_nothing(root, bucket, mo
     assert upload(root, bucket, newest, keep=2) > 0
     assert calls[-1] == f"chain/{newest.seq}.json"
     records = [name for name in calls if name.startswith("chain/")]
-    assert calls[-len(records) :] == records == [f"chain/{n}.json" for n in range(newest.seq + 1)]
+    assert records == [f"chain/{n}.json" for n in range(newest.seq + 1)]
+    # The epoch before all that bears its number, the commits behind all that they name.
+    assert [calls[0], *calls[1 - len(records) :]] == records
     calls.clear()
     assert upload(root, bucket, newest, keep=2) == 0
     assert calls == []
@@ -228,6 +232,15 @@ def test_a_root_with_a_history_is_left_as_it_is(root, bucket):
     assert content(root) == before
 
 
+def test_epochs_before_the_first_commit_keep_their_numbers(bucket, tmp_path):
+    root = new_root(tmp_path / "run")
+    take_over(root)
+    make_known(root, bucket, keep=1)
+    empty = new_root(tmp_path / "elsewhere")
+    assert restore_copy(empty, bucket) is None
+    assert take_over(empty) == 2
+
+
 def test_an_empty_store_restores_nothing(bucket, tmp_path):
     assert restore_copy(new_root(tmp_path / "elsewhere"), bucket) is None
 
@@ -282,11 +295,36 @@ def test_large_files_travel_in_parts_and_come_back_whole(bucket, tmp_path):
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
 
 
-def test_a_name_is_created_once(bucket):
+@pytest.fixture(params=["served", "in memory"])
+def any_bucket(request):
+    """The store that the model of a copied run is checked with keeps what the real one does."""
+    return MemoryBucket() if request.param == "in memory" else request.getfixturevalue("bucket")
+
+
+def test_a_name_is_created_once(any_bucket):
+    bucket = any_bucket
     assert bucket.create("a", b"1")
     assert not bucket.create("a", b"2")
     assert bucket.read("a") == b"1"
     assert bucket.read("b") is None
+    assert list(bucket.names("")) == ["a"]
+
+
+def test_a_file_is_there_whole_with_its_digest_until_it_is_deleted(any_bucket, tmp_path):
+    bucket, path = any_bucket, tmp_path / "file"
+    assert not bucket.has("x/file", size=4, sha256="s")
+    for content, sha256 in ((b"once", "s"), (b"twice", "t")):
+        path.write_bytes(content)
+        bucket.send("x/file", path, sha256=sha256)
+        assert bucket.has("x/file", size=len(content), sha256=sha256)
+    assert not bucket.has("x/file", size=5, sha256="s")
+    assert not bucket.has("x/file", size=4, sha256="t")
+    assert bucket.fetch("x/file", tmp_path / "new" / "back")
+    assert (tmp_path / "new" / "back").read_bytes() == b"twice"
+    assert list(bucket.names("x/")) == ["x/file"]
+    bucket.delete(["x/file", "x/none"])
+    assert list(bucket.names("x/")) == []
+    assert not bucket.fetch("x/file", tmp_path / "none")
 
 
 @pytest.mark.parametrize("url", ["/x", "s3://", "s3:///p", "http://b/p"])

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.data.samples import Span
 from runtime.engines.protocol import GenerateRequest, SamplingSettings
-from runtime.engines.wire import generate_body, generations
+from runtime.engines.wire import aborted_early, generate_body, generations
 from runtime.errors import ContractViolation, OverloadError
 from runtime.policy import PolicyId
 
@@ -153,3 +153,24 @@ def test_an_abort_in_the_queue_is_read_as_sglang_tells_it():
     (found,) = generations(told, n=1)
     assert (found.finish, found.token_ids, found.spans) == ("abort", (), ())
     assert (found.prefill, found.prompt_tokens) == (PolicyId(1, 3), 0)
+
+
+@pytest.mark.parametrize("status", [400, 499])
+def test_an_abort_before_the_decoder_is_an_empty_partial_and_no_failure(status):
+    request = GenerateRequest(
+        rid="e1-0:3-1-2", input_ids=(1, 2), sampling=SamplingSettings(max_new_tokens=4), n=3
+    )
+    body = {"error": {"message": "Request e1-0:3-1-2 was aborted"}}
+    answers = aborted_early(status, body, request)
+    assert answers is not None
+    assert [(a.finish, a.token_ids, a.spans) for a in answers] == [("abort", (), ())] * 3
+    other = {"error": {"message": "Request e1-0:4-1-2 was aborted"}}
+    assert aborted_early(status, other, request) is None
+    assert aborted_early(200, body, request) is None
+
+
+def test_a_request_aborted_while_it_waited_needs_no_other_fields():
+    finish = {"type": "abort", "message": "Abort in waiting queue"}
+    answer = {"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason": finish}}
+    (got,) = generations(answer, n=1)
+    assert (got.finish, got.token_ids, got.abort_message) == ("abort", (), finish["message"])

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from runtime.checkpoints.export import export_live
 from runtime.clock import ManualClock
 from runtime.errors import DiskFull
-from runtime.evaluation import receipts
+from runtime.evaluation import files, receipts
 from runtime.evaluation.asking import void_unstarted
 from runtime.evaluation.background import BackgroundEvaluator
 from runtime.evaluation.opening import Asker
-from runtime.evaluation.receipts import EvaluationReceipt, Result, Started
+from runtime.evaluation.receipts import EvaluationReceipt
+from runtime.evaluation.records import Result, Started
 from runtime.evaluation.snapshots import find_weights, pinned_policies, release_snapshots
 from runtime.policy import PolicyId
 from runtime.publication.checksum import checksums
@@ -96,7 +97,7 @@ class Asking:
         request = evaluator.asker.request(
             evaluator.sets["held"], policy, "cadence", mode="background"
         )
-        return receipts.ask_once(self.root.evaluation(str(policy), "held"), request)
+        return files.ask_once(self.root.evaluation(str(policy), "held"), request)
 
     def receipt(self, policy: PolicyId) -> EvaluationReceipt:
         found = receipts.derive(self.root.evaluation(str(policy), "held"), stands=True)
@@ -105,11 +106,11 @@ class Asking:
 
     def answer(self, policy: PolicyId, **result: Any) -> None:
         folder = self.root.evaluation(str(policy), "held")
-        claim = receipts.claim_try(folder, by="flow", time=self.clock.time())
+        claim = files.claim_try(folder, by="flow", time=self.clock.time())
         assert claim is not None
-        receipts.start_try(folder, claim[0], Started(time=self.clock.time(), host="h", pid=1))
+        files.start_try(folder, claim[0], Started(time=self.clock.time(), host="h", pid=1))
         made = {"time": self.clock.time(), "state": "succeeded", "metrics": {"mean": 0.5}, **result}
-        receipts.finish_try(folder, claim[0], Result.model_validate(made))
+        files.finish_try(folder, claim[0], Result.model_validate(made))
 
 
 def commit_of(root: RunRoot, *, update: int) -> int:
@@ -388,8 +389,8 @@ async def test_an_attempt_that_goes_on_voids_what_has_not_started(tmp_path: Path
         assert asking.receipt(P4).request.kind == "final"
         asking.evaluator.ask_later(P8)
         folder = asking.root.evaluation(str(P8), "held")
-        receipts.claim_try(folder, by="flow", time=0.0)
-        receipts.start_try(folder, 0, Started(time=0.0, host="h", pid=1))
+        files.claim_try(folder, by="flow", time=0.0)
+        files.start_try(folder, 0, Started(time=0.0, host="h", pid=1))
         records = Chain(asking.root).read()
         assert void_unstarted(asking.root, records, time=1.0) == ["test/e1.u4/held"]
         assert asking.receipt(P4).reason == "superseded"

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from runtime.errors import ManifestConflict, PartialWrite
-from runtime.evaluation import receipts
-from runtime.evaluation.receipts import Request, Result, Started, TryError
+from runtime.evaluation import files, receipts
+from runtime.evaluation.records import Request, Result, Started, TryError
 
 REQUEST = Request(
     time=100.0,
@@ -48,18 +48,18 @@ def receipt(folder: Path, **more: object) -> receipts.EvaluationReceipt:
 
 def test_a_life_from_request_to_result(tmp_path: Path) -> None:
     assert receipts.derive(tmp_path, stands=True) is None
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     assert receipt(tmp_path).state == "requested"
-    claim = receipts.claim_try(tmp_path, by="flow", time=101.0, number=0)
+    claim = files.claim_try(tmp_path, by="flow", time=101.0, number=0)
     assert claim is not None
     assert claim[1].key.startswith("letters/e1.u50/held_out#0-")
     assert receipt(tmp_path).state == "submitted"
-    receipts.start_try(tmp_path, 0, Started(time=102.0, host="h", pid=1, flow_run="fr"))
+    files.start_try(tmp_path, 0, Started(time=102.0, host="h", pid=1, flow_run="fr"))
     assert receipt(tmp_path).state == "running"
     result = Result(
         time=130.0, state="succeeded", metrics={"mean": 0.9}, items="i", trainer_update=57
     )
-    receipts.finish_try(tmp_path, 0, result)
+    files.finish_try(tmp_path, 0, result)
     found = receipt(tmp_path)
     assert found.state == "succeeded"
     assert found.result == result
@@ -76,22 +76,22 @@ def test_a_life_from_request_to_result(tmp_path: Path) -> None:
 def test_asking_twice_is_one_request_and_asking_for_something_else_is_refused(
     tmp_path: Path,
 ) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     again = REQUEST.model_copy(update={"time": 999.0, "attempt": 2, "epoch": 2})
-    assert receipts.write_request(tmp_path, again) == REQUEST
+    assert files.write_request(tmp_path, again) == REQUEST
     with pytest.raises(ManifestConflict):
-        receipts.write_request(tmp_path, REQUEST.model_copy(update={"set_digest": "b" * 64}))
+        files.write_request(tmp_path, REQUEST.model_copy(update={"set_digest": "b" * 64}))
 
 
 def test_of_many_submitters_with_one_receipt_a_single_one_submits(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     number = receipt(tmp_path).next_try
     barrier = threading.Barrier(8)
     won: list[str] = []
 
     def submit() -> None:
         barrier.wait(10)
-        claim = receipts.claim_try(tmp_path, by="flow", time=1.0, number=number)
+        claim = files.claim_try(tmp_path, by="flow", time=1.0, number=number)
         if claim is not None:
             won.append(claim[1].key)
 
@@ -101,43 +101,43 @@ def test_of_many_submitters_with_one_receipt_a_single_one_submits(tmp_path: Path
     for thread in threads:
         thread.join(20)
     assert [key.rpartition("-")[0] for key in won] == ["letters/e1.u50/held_out#0"]
-    assert receipts.claim_try(tmp_path, by="late", time=2.0, number=number) is None
+    assert files.claim_try(tmp_path, by="late", time=2.0, number=number) is None
     assert receipt(tmp_path).next_try == 1
 
 
 def test_a_try_that_ended_or_lies_ahead_cannot_be_claimed(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     with pytest.raises(ValueError, match="after only 0"):
-        receipts.claim_try(tmp_path, by="flow", time=1.0, number=1)
-    receipts.skip(tmp_path, "busy", time=2.0)
-    assert receipts.claim_try(tmp_path, by="flow", time=3.0, number=0) is None
+        files.claim_try(tmp_path, by="flow", time=1.0, number=1)
+    files.skip(tmp_path, "busy", time=2.0)
+    assert files.claim_try(tmp_path, by="flow", time=3.0, number=0) is None
 
 
 def test_the_first_result_stands(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
-    receipts.claim_try(tmp_path, by="flow", time=1.0, number=0)
+    files.write_request(tmp_path, REQUEST)
+    files.claim_try(tmp_path, by="flow", time=1.0, number=0)
     first = Result(time=2.0, state="succeeded", metrics={"mean": 0.5})
-    assert receipts.finish_try(tmp_path, 0, first) == first
-    assert receipts.finish_try(tmp_path, 0, failed(3.0)) == first
+    assert files.finish_try(tmp_path, 0, first) == first
+    assert files.finish_try(tmp_path, 0, failed(3.0)) == first
     assert receipt(tmp_path).state == "succeeded"
 
 
 def test_a_rewind_supersedes_what_has_no_result_and_keeps_what_has(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     found = receipts.derive(tmp_path, stands=False)
     assert found is not None
     assert (found.state, found.reason, found.next_try_at) == ("skipped", "superseded", None)
-    receipts.claim_try(tmp_path, by="flow", time=1.0, number=0)
-    receipts.finish_try(tmp_path, 0, Result(time=2.0, state="succeeded"))
+    files.claim_try(tmp_path, by="flow", time=1.0, number=0)
+    files.finish_try(tmp_path, 0, Result(time=2.0, state="succeeded"))
     found = receipts.derive(tmp_path, stands=False)
     assert found is not None
     assert (found.state, found.stands) == ("succeeded", False)
 
 
 def test_a_job_that_is_gone_without_a_result_has_crashed_and_comes_again(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
-    receipts.claim_try(tmp_path, by="flow", time=101.0, number=0)
-    receipts.start_try(tmp_path, 0, Started(time=200.0, host="h", pid=1))
+    files.write_request(tmp_path, REQUEST)
+    files.claim_try(tmp_path, by="flow", time=101.0, number=0)
+    files.start_try(tmp_path, 0, Started(time=200.0, host="h", pid=1))
     assert receipt(tmp_path, is_alive=lambda _: None).state == "running"
     gone = receipt(tmp_path, is_alive=lambda _: False)
     assert (gone.state, gone.reason, gone.next_try_at) == ("skipped", "crashed", 800.0)
@@ -157,8 +157,8 @@ def test_a_job_that_is_gone_without_a_result_has_crashed_and_comes_again(tmp_pat
 def test_which_skips_are_submitted_again(tmp_path: Path, reason: str, comes_again: bool) -> None:
     # A final one is never skipped as busy.
     kind = "cadence" if reason == "busy" else "final"
-    receipts.write_request(tmp_path, REQUEST.model_copy(update={"kind": kind}))
-    receipts.skip(tmp_path, reason, time=110.0)  # type: ignore[arg-type]
+    files.write_request(tmp_path, REQUEST.model_copy(update={"kind": kind}))
+    files.skip(tmp_path, reason, time=110.0)  # type: ignore[arg-type]
     found = receipt(tmp_path)
     assert (found.state, found.reason) == ("skipped", reason)
     assert (found.next_try_at is not None) is comes_again
@@ -174,23 +174,23 @@ def test_only_the_end_of_a_run_asks_again_and_only_for_what_was_busy(tmp_path: P
         ("open", None, later, False),
     ):
         folder = tmp_path / name
-        assert receipts.ask_once(folder, cadence)
+        assert files.ask_once(folder, cadence)
         if reason:
-            receipts.skip(folder, reason, time=110.0)  # type: ignore[arg-type]
-        assert receipts.ask_once(folder, asker) is is_asked
-        assert not receipts.ask_once(folder, asker.model_copy(update={"time": 300.0}))
+            files.skip(folder, reason, time=110.0)  # type: ignore[arg-type]
+        assert files.ask_once(folder, asker) is is_asked
+        assert not files.ask_once(folder, asker.model_copy(update={"time": 300.0}))
         found = receipt(folder)
         assert found.request == (later if is_asked else cadence)
         assert (found.state == "requested") is (is_asked or reason is None)
 
 
 def test_resubmissions_wait_longer_each_time_and_end_after_three(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     waits: list[float | None] = []
     for number in range(4):
-        receipts.claim_try(tmp_path, by="flow", time=number * 10_000.0, number=number)
+        files.claim_try(tmp_path, by="flow", time=number * 10_000.0, number=number)
         end = number * 10_000.0 + 5
-        receipts.finish_try(tmp_path, number, failed(end, f"f{number}"))
+        files.finish_try(tmp_path, number, failed(end, f"f{number}"))
         at = receipt(tmp_path).next_try_at
         waits.append(None if at is None else at - end)
     assert waits == [600.0, 1200.0, 2400.0, None]
@@ -199,15 +199,15 @@ def test_resubmissions_wait_longer_each_time_and_end_after_three(tmp_path: Path)
 def test_the_same_failure_twice_is_not_tried_again_unless_exempt(tmp_path: Path) -> None:
     for name, exempt in (("plain", False), ("exempt", True)):
         folder = tmp_path / name
-        receipts.write_request(folder, REQUEST)
+        files.write_request(folder, REQUEST)
         for number in range(2):
-            receipts.claim_try(folder, by="flow", time=1.0, number=number)
-            receipts.finish_try(folder, number, failed(2.0, "same", exempt=exempt))
+            files.claim_try(folder, by="flow", time=1.0, number=number)
+            files.finish_try(folder, number, failed(2.0, "same", exempt=exempt))
         assert (receipt(folder).next_try_at is not None) is exempt
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    receipts.write_request(tmp_path, REQUEST)
+    files.write_request(tmp_path, REQUEST)
     (tmp_path / "request.json").write_text('{"schema')
     with pytest.raises(PartialWrite, match=r"request\.json"):
         receipts.derive(tmp_path, stands=True)
@@ -215,7 +215,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_nothing_is_claimed_without_a_request(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        receipts.claim_try(tmp_path, by="flow", time=1.0, number=0)
+        files.claim_try(tmp_path, by="flow", time=1.0, number=0)
 
 
 def test_results_say_what_they_must() -> None:
@@ -235,13 +235,13 @@ class EvaluationFiles(RuleBasedStateMachine):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
         self.ends: list[str] = []  # by try: submitted, running, or how it ended
-        receipts.write_request(self.folder, REQUEST)
+        files.write_request(self.folder, REQUEST)
 
     @rule()
     def claim(self) -> None:
         number = receipt(self.folder).next_try
         assert number == len(self.ends)
-        claimed = receipts.claim_try(self.folder, by="session", time=1.0)
+        claimed = files.claim_try(self.folder, by="session", time=1.0)
         assert claimed is not None
         assert claimed[0] == number
         self.ends.append("submitted")
@@ -250,7 +250,7 @@ class EvaluationFiles(RuleBasedStateMachine):
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, len(self.ends) - 1))
-        receipts.start_try(self.folder, number, Started(time=2.0, host="h", pid=1))
+        files.start_try(self.folder, number, Started(time=2.0, host="h", pid=1))
         if self.ends[number] == "submitted":
             self.ends[number] = "running"
 
@@ -259,7 +259,7 @@ class EvaluationFiles(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, succeeds: bool) -> None:
         number = data.draw(st.integers(0, len(self.ends) - 1))
         result = Result(time=3.0, state="succeeded") if succeeds else failed(3.0)
-        receipts.finish_try(self.folder, number, result)
+        files.finish_try(self.folder, number, result)
         if self.ends[number] in ("submitted", "running"):
             self.ends[number] = result.state
 

@@ -24,9 +24,11 @@ from runtime.data.frozen import open_frozen
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
 from runtime.errors import OwnedError
+from runtime.evaluation.files import write_request
 from runtime.evaluation.job import JobOrder, run_job
 from runtime.evaluation.opening import Asker, frozen_set
-from runtime.evaluation.receipts import Snapshot, derive, write_request
+from runtime.evaluation.receipts import derive
+from runtime.evaluation.records import Snapshot
 from runtime.evaluation.snapshots import (
     SnapshotMissing,
     find_weights,
@@ -41,7 +43,7 @@ from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.session.preparing import Prepared, run_preparation
 from tests.runtime.checkpoints.tiny_run import IDENTITY, take_over
-from tests.runtime.evaluation.test_submission import Jobs
+from tests.runtime.evaluation.owed import Jobs
 
 pytestmark = pytest.mark.timeout(180)
 PROMPTS = 8

@@ -31,7 +31,14 @@ class Sessions:
     cancelled, a commit is staged before it is settled, and every call can be told to fail.
     """
 
-    def __init__(self, folder: Path, *sets: str, update: int = 0, num_prompts: int = 100) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *sets: str,
+        update: int = 0,
+        num_prompts: int = 100,
+        has_copies: bool = False,
+    ) -> None:
         self.clock = ManualClock()
         self.context = context_of(folder, *sets, clock=self.clock)
         self.said: list[str] = []
@@ -74,6 +81,7 @@ class Sessions:
                 has_lost_engines=False, check_engines=self._check_engines,
             ),
             commits=self,
+            copies=SimpleNamespace(tell_rewinds=self._maker("tell")) if has_copies else None,
             evaluator=SimpleNamespace(
                 sets={"held": None}, outstanding=[], evaluate=self._evaluate, final=self._final,
                 settle=self._settle, ask_later=lambda policy: self._say(f"ask {policy.update}"),

@@ -1,22 +1,29 @@
 """What a session owes an object store from its first moment: the copy of what it restored."""
 
+import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import boto3
 import pytest
 from moto import mock_aws
 
-from runtime.checkpoints.bucket import Bucket
+from runtime.checkpoints.bucket import Bucket, StoreUnreachable
 from runtime.checkpoints.copied import read_copied, write_copied
 from runtime.checkpoints.download import restore_copy
 from runtime.checkpoints.resume import find_restorable
-from runtime.checkpoints.upload import Uploads, copy_commit
+from runtime.checkpoints.upload import copy_commit
+from runtime.checkpoints.uploads import Uploads
 from runtime.data.ledger import Ledger
 from runtime.data.order import PromptOrder
+from runtime.rundir import history
 from runtime.rundir.chain import Chain
+from runtime.rundir.journal import read_rows
+from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import CommitRecord
 from runtime.session.committing import make_uploads
 from runtime.session.context import Context
@@ -25,7 +32,7 @@ from runtime.session.restoring import Standing
 from runtime.session.signals import Signals
 from runtime.session.view import SessionView
 from runtime.telemetry.recorder import Recorder
-from tests.runtime.checkpoints.tiny_run import IDENTITY, trained
+from tests.runtime.checkpoints.tiny_run import IDENTITY, new_root, take_over, trained
 from tests.runtime.session.attempted import context_of
 
 STORE = "s3://copies/run"
@@ -136,3 +143,63 @@ async def test_a_receipt_of_another_store_proves_nothing_for_this_one(context: C
 async def test_a_fresh_start_has_nothing_to_copy(context: Context) -> None:
     async with session(context) as (commit, uploads):
         assert (commit, uploads.pinned) == (None, set())
+
+
+async def test_a_rewind_waits_for_the_store_and_what_it_undid_never_comes_back(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trained(context.root, 3)
+    older, newest = history.standing_commits(Chain(context.root).read())[-2:]
+    copy_commit(context.root, Bucket.of(STORE), newest, keep=1)
+    for path in (context.root.path / newest.folder).iterdir():
+        path.write_bytes(b"")
+    take_over(context.root, restored=older)
+    async with session(context) as (commit, uploads):
+        assert commit == older
+        with monkeypatch.context() as away:
+            away.setattr(Bucket, "create", _away)
+            for _ in range(2):
+                with pytest.raises(StoreUnreachable):
+                    await uploads.tell_rewinds()
+        # What was undone is whole there still, and what was restored is not yet.
+        assert restore_copy(empty_root(context), Bucket.of(STORE)) == newest
+        await uploads.tell_rewinds()
+        assert restore_copy(empty_root(context), Bucket.of(STORE)) == older
+        with monkeypatch.context() as away:
+            away.setattr(Bucket, "names", _away)
+            await uploads.tell_rewinds()
+    rows = read_rows(context.root.pipeline_lifecycle)
+    assert [row["event"] for row in rows] == ["checkpoint.rewind_known"]
+
+
+async def test_without_a_rewind_a_store_that_is_away_is_not_waited_for(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trained(context.root, 2)
+    calls: list[str] = []
+    went_on = threading.Event()
+
+    def away(_: Bucket, under: str) -> Iterator[str]:
+        calls.append(under)
+        if len(calls) == 2:
+            went_on.set()
+        raise StoreUnreachable("away")
+
+    monkeypatch.setattr(Bucket, "names", away)
+    async with session(context) as (_, uploads):
+        await uploads.tell_rewinds()
+        assert calls == []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(uploads.run)
+            # The epoch could not be told; the copy of what was restored is tried all the same.
+            assert await anyio.to_thread.run_sync(went_on.wait, 60)
+            tasks.cancel_scope.cancel()
+        assert uploads.copied is None
+
+
+def empty_root(context: Context) -> RunRoot:
+    return new_root(Path(tempfile.mkdtemp(dir=context.root.path.parent)))
+
+
+def _away(*_: object, **__: object) -> None:
+    raise StoreUnreachable("away")

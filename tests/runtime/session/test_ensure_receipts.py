@@ -1,13 +1,7 @@
 """Receipts: what proves a step done, from run directories made by hand."""
 
-from runtime.evaluation.receipts import (
-    Request,
-    Result,
-    TryError,
-    claim_try,
-    finish_try,
-    write_request,
-)
+from runtime.evaluation.files import claim_try, finish_try, write_request
+from runtime.evaluation.records import Request, Result, TryError
 from runtime.policy import PolicyId
 from runtime.rundir import workflow
 from runtime.rundir.layout import EXPORT_RECEIPT

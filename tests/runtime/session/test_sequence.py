@@ -6,6 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from runtime.checkpoints.bucket import StoreUnreachable
 from runtime.errors import DiskFull, PublicationFailed
 from runtime.session.ends import EndedBy
 from tests.runtime.session.said_sessions import EVALUATES, EXPORTS, Sessions
@@ -54,6 +55,29 @@ async def test_a_final_stop_of_a_held_rendezvous_is_complete_with_a_commit(
     assert await sessions.run() is EndedBy.STOP_FINAL
     assert sessions.said.count("commit 0") == commits
     assert "admit 0" not in sessions.said
+
+
+async def test_nothing_is_published_before_the_store_knows_what_was_undone(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=5", update=4, has_copies=True)
+    tries = sessions.context.spec.session.retries + 1
+    sessions.fail("tell", *[StoreUnreachable("away")] * tries)
+    sessions.has_person = True
+    assert await sessions.run() is EndedBy.MAX_UPDATES
+    assert sessions.said[: tries + 4] == [
+        *["tell"] * tries, "hold", "tell", "hold over", "publish 4",
+    ]  # fmt: skip
+    assert {step for what, step in sessions.seen if what == "hold"} == {"upload/4"}
+
+
+@pytest.mark.parametrize(("mode", "end"), [("stop", EndedBy.STOP), ("final", EndedBy.PARKED)])
+async def test_a_run_whose_rewind_the_store_does_not_know_is_never_complete(
+    tmp_path: Path, mode: str, end: EndedBy
+) -> None:
+    sessions = Sessions(tmp_path, "core.max_updates=5", EXPORTS, update=4, has_copies=True)
+    sessions.fail("tell", *[StoreUnreachable("away")] * 50)
+    sessions.stop(mode)
+    assert await sessions.run() is end
+    assert {*sessions.said} <= {"tell", "hold", "end stop", "end stop_final", "close producer"}
 
 
 async def test_a_session_restored_at_the_end_owes_the_final_evaluation_alone(
