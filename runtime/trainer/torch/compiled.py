@@ -1,7 +1,8 @@
 """Compiled layers: one graph per kind of layer, shared by all modules of that kind and no others.
 
-A loaded model's modules never change, so the compiler is told not to look at them before each call,
-which costs the host more than a layer does. It then takes any graph it has for the same piece of
+A loaded model's modules and the functions they call never change, so the compiler is told not to
+look at them before each call: looking at modules costs the host more than a layer does, and a small
+model waits for the host. It then takes any graph it has for the same piece of
 code, whosever modules that was made for: the policy's for a reference without adapters, the
 student's for a teacher with other sizes. So each kind of module (``kind_of``) gets a piece of code
 of its own: a copy of its forward function, since graphs are kept with the code object.
@@ -70,13 +71,19 @@ def compile_layers(scorer: PackedScorer, **options: Any) -> None:
     _dynamo_log.addHandler(_warnings)  # once, however often it is said
     base = scorer.causal_lm.base_model
     if type(base).__name__ in _KNOWN:
-        unguarded = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-        options = {"options": unguarded} | options
+        # The compiler need not look at its own tensors in every call either.
+        options = {"options": {"guard_filter_fn": _guards_kept, "size_asserts": False}} | options
     norm = getattr(base, "norm", None)
     for module in (*scorer.layers, *([norm] if isinstance(norm, nn.Module) else [])):
         compiled: Any = module
         forward = types.MethodType(_forward_of(module), module)
         compiled.forward = torch.compile(forward, **options)
+
+
+def _guards_kept(guards: Any) -> list[bool]:
+    by_module = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    by_global = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [a and b for a, b in zip(by_module, by_global, strict=True)]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from runtime.trainer.packing import Unit
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch import cute
 from runtime.trainer.torch.backend import TorchTrainer
+from runtime.trainer.torch.compiled import kind_of
 from runtime.trainer.torch.cute_check import attention_errors, product_errors
 from runtime.trainer.torch.flash import flash
 from runtime.trainer.torch.gate import gated_product
@@ -169,6 +170,18 @@ def test_a_model_with_these_kernels_is_the_same_model(
     within = (1e-5, 1e-5) if device == "cpu" else (0.02, 0.05)
     assert (a - b).abs().mean().item() < within[0]
     assert ((by_a - by_b).norm() / by_a.norm()).item() < within[1]
+
+
+def test_models_with_and_without_them_share_no_graphs(larger_model: Path) -> None:
+    kinds: list[set[str]] = []
+    for takes_cute in (False, True):
+        scorer = load_scorer(
+            str(larger_model), temperature=1.0, chunk=64, activation_checkpointing=False,
+            joint_projections=True, takes_cute=takes_cute,
+        )  # fmt: skip
+        kinds.append({kind_of(layer) for layer in scorer.layers})
+    assert len(kinds[0]) == len(kinds[1]) == 1
+    assert kinds[0] != kinds[1]
 
 
 def test_who_cannot_have_them_is_told_why() -> None:
