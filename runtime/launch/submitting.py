@@ -11,6 +11,7 @@ from configs.load import LoadedRun
 from configs.plan import Plan, make_plan
 from configs.run import RunSpec
 from configs.runtime_lock import RuntimeLock
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import ConfigError, LaunchRefused
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
@@ -50,7 +51,7 @@ def submit_run(
         loaded: the run file.
         sender: where to, and what is recorded.
         reason: for the epoch record.
-        lost_attempt: an attempt that its scheduler says is over; taken over from.
+        lost_attempt: an attempt that its scheduler says is over; see ``win_or_attach``.
 
     Raises:
         LaunchRefused: if a check fails; nothing was sent.
@@ -240,11 +241,17 @@ def _follow(
 
 
 def _send(submission: Submission, sender: Sender) -> Launch:
+    if faults.plan is not None:
+        faults.plan.reach("launch.receipt")
     receipt = _receipt(submission, sender)
     before = sender.receipts.read(receipt.run, submission.payload.root, receipt.attempt)
     if before is None or before.job is None:
         sender.receipts.write(receipt)
+    if faults.plan is not None:
+        faults.plan.reach("launch.send")
     submitted = sender.backend.submit(submission)
+    if faults.plan is not None:
+        faults.plan.reach("launch.sent")
     try:
         theirs = _other_run_file(submission, submitted)
     except ConfigError:
@@ -262,6 +269,8 @@ def _send(submission: Submission, sender: Sender) -> Launch:
         "allocated_gpus": before.allocated_gpus if before else None,
     }
     sender.receipts.write(receipt.model_copy(update=known))
+    if faults.plan is not None:
+        faults.plan.reach("launch.follow")
     how = "attached" if submitted.was_there else "started"
     notice = submitted.url or ""
     if theirs is not None:

@@ -72,6 +72,14 @@ def read_claim(attempt: AttemptDir) -> Claim:
     return Claim.decode(atomic.read_bytes(attempt.claim), attempt.claim)
 
 
+def find_claim(attempt: AttemptDir) -> Claim | None:
+    """The claim of an attempt; None where there is none, or it cannot be read."""
+    try:
+        return read_claim(attempt)
+    except StoreError:
+        return None
+
+
 def newest_claimed(root: RunRoot) -> AttemptDir | None:
     """The newest attempt with a claim; a folder alone is none."""
     for number in reversed(root.attempt_numbers()):
@@ -93,9 +101,8 @@ def pending_of(
     epoch = newest_epoch(records)
     if newest is None or (epoch is not None and newest.number <= epoch.attempt):
         return None
-    try:
-        claim = read_claim(newest)
-    except StoreError:
+    claim = find_claim(newest)
+    if claim is None:
         return None
     return Pending(attempt=newest, claim=claim, is_over=_is_over(newest, claim, here))
 
