@@ -80,10 +80,11 @@ def ask(root: RunRoot, *, clock: Clock, here: HostBoot, lost_attempt: int | None
     last = epoch.attempt if epoch else 0
     if history.is_complete(records):
         return Asked(how="complete", attempt=last, records=records)
-    if lost_attempt is not None and newest is not None and newest.number > lost_attempt:
-        # What is asked for was made, by us or by another, and may be over again by now: whether
-        # one more follows, whoever looks at that one decides.
-        if (claim := find_claim(newest)) is not None:
+    if newest is not None and lost_attempt is not None and newest.number > lost_attempt:
+        # Made by us or by another, and it may be over again by now: whether one more follows,
+        # whoever looks at that one decides.
+        claim = find_claim(newest)
+        if claim is not None:
             return Asked(how="attached", attempt=newest.number, records=records, claim=claim)
     waiting = pending_of(newest, records, here)
     # One before it may have been lost by mistake, and be back: whoever names a lost attempt has

@@ -14,14 +14,14 @@ from configs.runtime_lock import RuntimeLock
 from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import ConfigError, LaunchRefused
-from runtime.launch.attempts import Launch, spec_digest, win_or_attach
+from runtime.launch.attempts import Launch, ask, spec_digest, win_or_attach
 from runtime.launch.backend import LaunchBackend, Submitted
 from runtime.launch.beaker_document import RESULTS
 from runtime.launch.freezing import expected_counts, lease_for
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import Payload, Submission, owned_names
 from runtime.rundir.attempt import AttemptFile, Claim
-from runtime.rundir.claims import read_claim
+from runtime.rundir.claims import newest_claimed, read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
 
@@ -87,6 +87,18 @@ def submit_run(
     if attempt is None:
         return _follow(launch, root, sender, made)
     return _send(made(launch.attempt), sender)
+
+
+def asked_attempt(loaded: LoadedRun, sender: Sender) -> int:
+    """The number of the attempt that submitting this run now would start or attach to.
+
+    Takes and writes nothing. Whoever submits it as the one after its predecessor, once or again,
+    gets that attempt, however it stands by then.
+    """
+    root = RunRoot.of(loaded.spec.output.root)
+    if not is_reachable(loaded, root):
+        return _next_by_receipts(sender, root, None)
+    return ask(root, clock=sender.clock, here=HostBoot.here()).attempt
 
 
 def scheduler_claim(backend: str, spec_json: str, plan: Plan) -> Claim:
@@ -195,15 +207,17 @@ def _standing_submission(
     lost_attempt: int | None,
     made: Callable[[int], Submission],
 ) -> Submission | None:
-    """The attempt we claimed and whose answer was lost: sent again under its own number."""
+    """The attempt we claimed and whose answer was lost: sent again under its own number.
+
+    Not where its job has begun, or another attempt came after it: then history says what follows.
+    """
     ours = sender.receipts.of_root(root.path)
     if not ours or ours[-1].job is not None or ours[-1].attempt == lost_attempt:
         return None
-    last = ours[-1]
-    is_same = (
-        last.spec_digest == spec_digest(spec_json) and root.attempt(last.attempt).claim.exists()
-    )
-    return made(last.attempt) if is_same else None
+    last, newest = ours[-1], newest_claimed(root)
+    is_same = last.spec_digest == spec_digest(spec_json)
+    is_open = newest is not None and newest.number == last.attempt and not newest.attempt.exists()
+    return made(last.attempt) if is_same and is_open else None
 
 
 def _next_by_receipts(sender: Sender, root: RunRoot, lost_attempt: int | None) -> int:
@@ -230,7 +244,8 @@ def _follow(
     is_same = launch.how == "attached" and not launch.notice
     if not is_same or read_claim(attempt).launcher != sender.backend.name:
         return launch
-    if sender.receipts.read(submission.spec.name, root.path, launch.attempt) is not None:
+    receipt = sender.receipts.read(submission.spec.name, root.path, launch.attempt)
+    if receipt is not None and receipt.job is not None:
         return launch
     if not attempt.attempt.exists():
         return _send(submission, sender)

@@ -1,8 +1,8 @@
 """The guard: the one process that owns a run directory for an attempt.
 
-``python -m runtime.session.guard ATTEMPT_DIR [--gated]``. It takes the lease, reaps what a predecessor left
-on this host, appends the epoch record, starts the session, and writes the end after the session
-has exited. It knows neither Ray nor torch: what kills them leaves it standing.
+``python -m runtime.session.guard ATTEMPT_DIR [--gated]``. It takes the lease, reaps what a
+predecessor left on this host, appends the epoch record, starts the session, and writes the end
+after the session has exited. It knows neither Ray nor torch: what kills them leaves it standing.
 """
 
 from __future__ import annotations
