@@ -20,10 +20,11 @@ from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
 from runtime.errors import RetryBy
 from runtime.launch.attempts import Launch
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.driving import News, ending
 from runtime.launch.standing import AttemptStanding
 from runtime.launch.submission import canonical_json
-from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
+from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Decision, Watcher
 from tasks.display import only_display
 from tasks.retrying import retried_by

@@ -75,6 +75,8 @@ class AttemptStanding:
     reason: str = ""
     exit_code: int | None = None
     """The guard's, which is rank 0's; None while it runs, or where the scheduler does not tell."""
+    is_known: bool = True
+    """False: its scheduler has no job under its name."""
     is_turned_away: bool = False
     """Another process owned the run: this attempt trained nothing, or nothing more."""
     is_unconfirmed: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from runtime.rundir.processes import HostBoot, is_alive
 from runtime.rundir.records import Record
 
 LOCAL = "local"
+STARTED_WITHIN_S = 900.0
+"""A local launcher writes its guard down at once. One on another host that has not after so long,
+by the clocks of both, is gone; the lease decides should it come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +117,11 @@ def _is_over(attempt: AttemptDir, claim: Claim, here: HostBoot) -> bool:
     where = HostBoot(claim.host, claim.boot_id)
     if claim.launcher == LOCAL and here.has_restarted_since(where):
         return True
-    if claim.launcher != LOCAL or where != here:
+    if claim.launcher != LOCAL:
         return False
     data = atomic.read_bytes(attempt.started)
+    if where != here:
+        return data is None and time.time() - claim.time > STARTED_WITHIN_S
     if data is None:
         return not is_alive(claim.pid, claim.started)
     guard = Started.decode(data, attempt.started)

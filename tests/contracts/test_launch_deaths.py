@@ -6,6 +6,7 @@ the scheduler in the end, as if nobody had died, and it is followed to its end.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -13,11 +14,12 @@ from typing import NoReturn
 import pytest
 
 from runtime import faults
+from runtime.errors import ConfigError
 from runtime.faults import Fault, FaultPlan, Kind
 from runtime.faults.points import POINTS
 from runtime.launch.attempts import Launch
 from runtime.launch.standing import AttemptClass
-from runtime.launch.submitting import asked_attempt
+from runtime.launch.submitting import SENT_WITHIN_S, asked_attempt
 from tests.contracts.launch_worlds import SchedulerWorld
 from tests.runtime.launch.owned_runs import end, ended, own
 
@@ -73,9 +75,9 @@ def test_whoever_asks_again_gets_the_attempt_that_the_dead_one_asked_for(
         for by in askers:
             assert asks(scheduler, is_far, lost, by).attempt == number
             assert scheduler.attempts() == [*range(1, number + 1)]
+        key = scheduler.submission(loaded, number).key
+        scheduler.become(key, "running")
         for by in askers:
-            key = scheduler.submission(loaded, number).key
-            scheduler.become(key, "running")
             assert scheduler.watcher(loaded, by=by).look(number).kind is AttemptClass.RUNNING
         scheduler.become(key, "taken")
 
@@ -98,3 +100,28 @@ def test_what_ended_before_anybody_asked_again_is_not_followed_by_another(
     kind = scheduler.watcher(loaded).look(1).kind
     is_over = point in ("launch.sent", "launch.follow")
     assert kind is (AttemptClass.CANCELED if is_over else AttemptClass.PENDING)
+
+
+@pytest.mark.parametrize("point", SENDING)
+@pytest.mark.parametrize("by", ["one", "other"])
+def test_another_run_file_is_not_kept_from_running_by_a_claim_that_nobody_sends(
+    scheduler: SchedulerWorld, plan: FaultPlan, point: str, by: str
+) -> None:
+    dies(scheduler, plan, point, False, None)
+    other = scheduler.loaded("core.lr=0.123")
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="trains something else"):
+            scheduler.launch(other, by=by)
+
+    refused()  # the first one may be about to send it
+    claim = scheduler.root.attempt(1).claim
+    os.utime(claim, (claim.stat().st_atime, claim.stat().st_mtime - SENT_WITHIN_S))
+    if point in ("launch.sent", "launch.follow"):
+        refused()
+        assert scheduler.attempts() == [1]
+    else:
+        assert (scheduler.launch(other, by=by).attempt, scheduler.attempts()) == (2, [2])
+        # Its own comes too late now.
+        with pytest.raises(ConfigError, match="trains something else"):
+            asks(scheduler, False, None, "one")
