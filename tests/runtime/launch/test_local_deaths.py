@@ -25,10 +25,13 @@ from runtime.session.ensure import ensure
 from tests.runtime.launch.test_local import LIVE, SPEC
 from tests.runtime.session.guards import QUICK_SESSION
 
+pytestmark = pytest.mark.timeout(300)
 ON_ITS_WAY = tuple(p.name for p in POINTS if p.where.startswith("runtime.launch.local:"))
 OWNER = {"launch.claim": 1, "launch.started": 1}
 """The attempt that owns the run in the end; 2 where the first was left behind without a guard."""
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
+LEASE_S = 60.0
+"""No guard loses it on a machine that is busy; nobody waits for one that is dead."""
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def plan(tmp_path: Path) -> FaultPlan:
 
 def start(root: RunRoot, lost_attempt: int | None = None) -> Launch:
     return LocalLaunch().start(
-        root, SPEC, "t", run="t", lease_s=3.0, session=QUICK_SESSION, lost_attempt=lost_attempt
+        root, SPEC, "t", run="t", lease_s=LEASE_S, session=QUICK_SESSION, lost_attempt=lost_attempt
     )
 
 
