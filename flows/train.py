@@ -17,7 +17,7 @@ from tasks.segment import commit_checkpoint, train_segment
 
 
 @flow(name="train", flow_run_name="{run_file.stem}", validate_parameters=True)
-def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
+def train(run_file: Path, sets: list[str] | None = None, attempt: int | None = None) -> State[str]:
     """Train a run file to its end, from wherever it stands.
 
     Every step asks the run directory; killing this flow, or running it twice, changes nothing for
@@ -26,8 +26,10 @@ def train(run_file: Path, sets: list[str] | None = None) -> State[str]:
     Args:
         run_file: the TOML run file, readable where the flow runs.
         sets: ``section.key=value`` replacements, as ``--set`` takes them.
+        attempt: the one that this flow shows; only one that is lost is followed by another. Absent:
+            the live one, or else the next, which the flow starts.
     """
-    run = attach(run_file, sets or [])
+    run = attach(run_file, sets or [], attempt)
     try:
         with staying_attached(run), stopping_when_cancelled(run):
             enter_phase("Preparing")

@@ -25,8 +25,14 @@ _EVERY_S = 5.0
 
 
 @task(name="attach")
-def attach(run_file: Path, sets: list[str]) -> RunHandle:
+def attach(run_file: Path, sets: list[str], attempt: int | None = None) -> RunHandle:
     """Load the run file and make sure that somebody works on it. Idempotent.
+
+    Args:
+        run_file: TOML, or the frozen one of an attempt, which then is the attempt.
+        sets: replacements in a TOML file.
+        attempt: one that was started already. Whoever started it may have seen it end since then,
+            stopped or failed: nothing is started over that. None: whatever is to be done is done.
 
     Raises:
         RunFileError: if the file has problems; all of them are in the message.
@@ -35,13 +41,11 @@ def attach(run_file: Path, sets: list[str]) -> RunHandle:
     # The frozen run file of an attempt is JSON: whoever attaches beside a guard gives that one.
     is_beside = run_file.suffix == ".json"
     loaded = load_frozen(run_file) if is_beside else load_run(run_file, sets)
+    if is_beside:
+        attempt = int(run_file.absolute().parent.name)
     root = RunRoot.of(loaded.spec.output.root)
     seen_from = max(0, committed_update(Chain(root).read()))
-    if is_beside:
-        # Beside a guard nothing is ever started: its launcher decides what follows.
-        launch = Launch(how="attached", attempt=int(run_file.absolute().parent.name))
-    else:
-        launch = start_run(loaded)
+    launch = start_run(loaded) if attempt is None else Launch(how="attached", attempt=attempt)
     message = launch.notice or f"attempt {launch.attempt} in {loaded.spec.output.root}"
     get_run_logger().info("%s: %s", launch.how, message)
     return RunHandle(

@@ -10,19 +10,21 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefect import task
+from prefect import State, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
+from prefect.states import Cancelled
 
 from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
-from runtime.errors import RetryBy, RunError
+from runtime.errors import RetryBy
 from runtime.launch.attempts import Launch
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.driving import News, ending
 from runtime.launch.standing import AttemptStanding
 from runtime.launch.submission import canonical_json
-from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
+from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Decision, Watcher
 from tasks.display import only_display
 from tasks.retrying import retried_by
@@ -143,9 +145,19 @@ def back_off(delay_s: float) -> None:
     time.sleep(delay_s)
 
 
-def failed(watched: Watched) -> RunError:
-    """The error a flow ends with when no attempt follows."""
-    return ending(watched.attempt, watched.standing, watched.decision)
+def ended(watched: Watched) -> State[str]:
+    """How a flow ends when no attempt follows one that did not succeed.
+
+    Returns:
+        Cancelled, under the name of what was asked for: a stopped run is no failed one.
+
+    Raises:
+        RunError: if nobody asked for the end.
+    """
+    error = ending(watched.attempt, watched.standing, watched.decision)
+    if watched.standing.activity is None:
+        raise error
+    return Cancelled(name=watched.standing.activity.capitalize(), message=error.message)
 
 
 def _show_document(run: Run, attempt: int, reason: str) -> None:

@@ -36,6 +36,8 @@ class Attached:
     root: RunRoot
     run_file: Path
     sets: Sequence[str]
+    attempt: int
+    """The one that the command started or attached to; its flow starts no other in its place."""
     _interrupts: int = field(default=0, init=False)
     _flow_error: str | None = field(default=None, init=False)
 
@@ -79,7 +81,7 @@ class Attached:
         try:
             from flows.train import train
 
-            train(self.run_file, list(self.sets), return_state=True)
+            train(self.run_file, list(self.sets), self.attempt, return_state=True)
         except Exception as error:  # the flow is a display: whatever breaks it, the run goes on
             self._flow_error = f"{type(error).__name__}: {error}"
 

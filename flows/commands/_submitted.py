@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -38,8 +38,20 @@ def follow_submitted(
             if not as_json:
                 typer.echo(f"{launched.how}: attempt {launched.attempt}  {launched.notice}")
         else:
-            Submitted(loaded, build).follow()
+            Submitted(loaded, build, asked_of(loaded)).follow()
     say_standing(root, str(loaded.path), as_json=as_json)
+
+
+def asked_of(loaded: LoadedRun) -> int:
+    """The attempt that this command is about, decided before anything is submitted.
+
+    Raises:
+        RunError: if its scheduler is not known, or history cannot be read.
+    """
+    from runtime.launch.sending import sender_of
+    from runtime.launch.submitting import asked_attempt
+
+    return asked_attempt(loaded, sender_of(loaded.spec))
 
 
 def submit_once(loaded: LoadedRun, build: str | None) -> Launch:
@@ -56,12 +68,22 @@ def submit_once(loaded: LoadedRun, build: str | None) -> Launch:
     return submit_run(loaded, settled.sender)
 
 
+def is_as_asked(state: Any) -> bool:
+    """A flow ended with its run complete, or stopped as somebody asked; nothing is left to follow.
+
+    Prefect's own "Cancelled" is an end of the flow alone.
+    """
+    return state.is_completed() or (state.is_cancelled() and state.name != "Cancelled")
+
+
 @dataclass(slots=True)
 class Submitted:
     """One submitted run in one terminal. The run needs neither it nor Prefect."""
 
     loaded: LoadedRun
     build: str | None
+    attempt: int
+    """What is asked for, by the flow and by whoever goes on where the flow breaks."""
     _interrupts: int = field(default=0, init=False)
     _error: BaseException | None = field(default=None, init=False)
 
@@ -87,14 +109,27 @@ class Submitted:
         if self._error is not None:
             # The flow is a display: whatever breaks it, the run is seen through.
             typer.echo(f"the launch flow: {type(self._error).__name__}: {self._error}", err=True)
-            see_through(self.loaded, build=self.build, say=lambda line: typer.echo(line, err=True))
+            see_through(
+                self.loaded,
+                build=self.build,
+                attempt=self.attempt,
+                say=lambda line: typer.echo(line, err=True),
+            )
 
     def _run_flow(self) -> None:
         quiet_prefect()
         try:
             from flows.launch import launch
 
-            launch(self.loaded.path, list(self.loaded.sets), build=self.build)
+            state = launch(
+                self.loaded.path,
+                list(self.loaded.sets),
+                build=self.build,
+                attempt=self.attempt,
+                return_state=True,
+            )
+            if not is_as_asked(state):
+                state.result(raise_on_failure=True)
         except BaseException as error:  # told by the thread that follows
             self._error = error
 

@@ -69,7 +69,7 @@ def follow(loaded: LoadedRun, detach: bool, as_json: bool, debug: bool) -> NoRet
         if started.notice:
             typer.echo(started.notice)
     if not detach and started.how != "complete":
-        problem = Attached(root, loaded.path, loaded.sets).follow()
+        problem = Attached(root, loaded.path, loaded.sets, started.attempt).follow()
         if problem is not None:
             typer.echo(f"the Prefect flow: {problem}", err=True)
     say_standing(root, str(loaded.path), as_json=as_json)

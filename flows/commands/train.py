@@ -52,9 +52,13 @@ def train(
 
 
 def here(loaded: LoadedRun) -> LoadedRun:
-    """The same run on this machine, whatever scheduler its file names."""
+    """The same run on this machine, whatever scheduler its file names.
+
+    Its flow loads the file once more: the replacements say so too.
+    """
     launch = loaded.spec.launch.model_copy(update={"backend": "local"})
-    return replace(loaded, spec=loaded.spec.model_copy(update={"launch": launch}))
+    spec = loaded.spec.model_copy(update={"launch": launch})
+    return replace(loaded, spec=spec, sets=(*loaded.sets, 'launch.backend="local"'))
 
 
 def refusals(loaded: LoadedRun) -> list[str]:

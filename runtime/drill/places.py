@@ -18,7 +18,8 @@ LAST = (
 )  # fmt: skip
 """Points of its end."""
 _SELDOM = {
-    "clock.time", "control.read", "engine.probe", "generation.wait", "generation.continue",
+    "clock.time", "control.read", "launch.receipt", "launch.send", "launch.sent", "launch.follow",
+    "engine.probe", "generation.wait", "generation.continue",
     "publication.bucket", "publication.drain", "publication.kill", "publication.rest",
     "publication.turn", "session.initial",
 }  # fmt: skip
@@ -38,6 +39,11 @@ PROVOKED = {
     "engine.state": "engine server",
     "engine.end": "engine server",
     "launch.claim": "session",
+    "launch.freeze": "session",
+    "launch.spawn": "session",
+    "launch.record": "session",
+    "launch.go": "session",
+    "launch.started": "session",
     "attempt.write": "session",
     "attempt.replace": "session",
 }

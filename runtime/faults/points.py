@@ -27,6 +27,8 @@ _PRODUCER = "runtime.rollout.producer:Producer."
 _CALLS = "runtime.rollout.calls:GenerationCalls."
 _GATE = "runtime.rollout.gate:AdmissionGate."
 _SESSION = "runtime.session.sequence:Session."
+_LOCAL = "runtime.launch.local:"
+_SUBMITTING = "runtime.launch.submitting:"
 _GUARD = "runtime.session.guard:Guard."
 _ENDING = "runtime.session.ending:Ending."
 _COMMIT = "runtime.checkpoints.commit:Committer."
@@ -58,6 +60,15 @@ POINTS: tuple[Point, ...] = (
         "runtime.launch.attempts:win_or_attach",
         "all was looked at, the next attempt is not claimed",
     ),
+    Point("launch.freeze", _LOCAL + "LocalLaunch._begin", "claimed, nothing else of it written"),
+    Point("launch.spawn", _LOCAL + "LocalLaunch._begin", "written down, its guard is not started"),
+    Point("launch.record", _LOCAL + "_record", "its guard is there, and nobody can know which"),
+    Point("launch.go", _LOCAL + "_record", "its guard is recorded, and not let go"),
+    Point("launch.started", _LOCAL + "LocalLaunch._begin", "its guard goes on, nobody was told"),
+    Point("launch.receipt", _SUBMITTING + "_send", "its number is taken, no receipt says so"),
+    Point("launch.send", _SUBMITTING + "_send", "its receipt is there, its job is not sent"),
+    Point("launch.sent", _SUBMITTING + "_send", "sent, and its receipt names no job"),
+    Point("launch.follow", _SUBMITTING + "_send", "its receipt is whole, nobody was told"),
     # Control
     Point("control.read", "runtime.rundir.control:Control.stop_request", "dropped: not seen yet"),
     # Producer and its requests: every await

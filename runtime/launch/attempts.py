@@ -14,7 +14,13 @@ from runtime.errors import ConfigError
 from runtime.rundir import atomic, history
 from runtime.rundir.attempt import Claim
 from runtime.rundir.chain import Chain
-from runtime.rundir.claims import claim_attempt, newest_claimed, pending_of, read_claim
+from runtime.rundir.claims import (
+    claim_attempt,
+    find_claim,
+    newest_claimed,
+    pending_of,
+    read_claim,
+)
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
@@ -35,10 +41,64 @@ class Launch:
     """What the asker should know: the live attempt follows another file of the same training."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which attempt it is that is asked for; nothing is taken by asking."""
+
+    how: Literal["started", "attached", "complete"]
+    """``started``: nobody has its number, as far as was seen."""
+    attempt: int
+    records: tuple[Record, ...]
+    """The chain it was judged by."""
+    claim: Claim | None = None
+    """Whose it is, where it is attached to."""
+
+
 def spec_digest(spec_json: str) -> str:
     """SHA-256 over the canonical form of a resolved run file."""
     canonical = json.dumps(json.loads(spec_json), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def ask(root: RunRoot, *, clock: Clock, here: HostBoot, lost_attempt: int | None = None) -> Asked:
+    """Which attempt asking for a run means now. Takes, writes and starts nothing.
+
+    Args:
+        root: the run.
+        clock: of this process.
+        here: this host and boot.
+        lost_attempt: see ``win_or_attach``.
+
+    Raises:
+        StoreError: if the claim of the live attempt cannot be read.
+    """
+    # Looked for once, and before the chain is read: who claims after this look has the number that
+    # we ask for, and so is attached to, however far it has come meanwhile.
+    newest = newest_claimed(root)
+    records = Chain(root).read()
+    epoch = history.newest_epoch(records)
+    last = epoch.attempt if epoch else 0
+    if history.is_complete(records):
+        return Asked(how="complete", attempt=last, records=records)
+    if newest is not None and lost_attempt is not None and newest.number > lost_attempt:
+        # Made by us or by another, and it may be over again by now: whether one more follows,
+        # whoever looks at that one decides.
+        claim = find_claim(newest)
+        if claim is not None:
+            return Asked(how="attached", attempt=newest.number, records=records, claim=claim)
+    waiting = pending_of(newest, records, here)
+    # One before it may have been lost by mistake, and be back: whoever names a lost attempt has
+    # looked for the owner where it can, and the lease decides.
+    lost = lost_attempt or 0
+    if waiting is not None and not waiting.is_over and waiting.attempt.number > lost:
+        number = waiting.attempt.number
+        return Asked(how="attached", attempt=number, records=records, claim=waiting.claim)
+    is_live = epoch is not None and history.current_end(records) is None and last > lost
+    if is_live and Presence(root, clock=clock, here=here).gone(records) is None:
+        claim = read_claim(root.attempt(last))
+        return Asked(how="attached", attempt=last, records=records, claim=claim)
+    following = max(last, newest.number if newest else 0) + 1
+    return Asked(how="started", attempt=following, records=records)
 
 
 def win_or_attach(
@@ -58,39 +118,30 @@ def win_or_attach(
         spec_json: our resolved run file, to name differences.
         clock: of this process.
         here: this host and boot.
-        lost_attempt: an attempt that the caller has found lost (by ``ensure``, or because its
-            scheduler says so): neither its owner nor that of an older one is taken for alive any
-            more. The guard's lease decides in the end.
+        lost_attempt: an attempt that the caller has found over (by ``ensure``, or because its
+            scheduler says so), 0 for none at all: the one after it is asked for. Neither its owner
+            nor that of an older one is taken for alive any more; the guard's lease decides in the
+            end. A newer one that is there is attached to, however it stands: whoever asks the same
+            again, or at the same time, starts no second one. None: the live attempt is asked for,
+            or the next one where there is none.
 
     Returns:
         The launch, and with ``started`` the attempt's folder, won and still empty.
 
     Raises:
         ConfigError: if the run was made, or is being made, by another training digest.
+        StoreError: if the claim to attach to cannot be read.
     """
     root.create()
-    # Looked for once, and before the chain is read: who claims after this look has the number that
-    # we ask for, and so is attached to, however far it has come meanwhile.
-    newest = newest_claimed(root)
-    records = Chain(root).read()
-    epoch = history.newest_epoch(records)
-    last = epoch.attempt if epoch else 0
-    if history.is_complete(records):
-        return Launch(how="complete", attempt=last), None
-    waiting = pending_of(newest, records, here)
-    # One before it may have been lost by mistake, and be back: whoever names a lost attempt has
-    # looked for the owner where it can, and the lease decides.
-    lost = lost_attempt or 0
-    if waiting is not None and not waiting.is_over and waiting.attempt.number > lost:
-        return _attach(waiting.attempt, waiting.claim, claim, spec_json), None
-    is_live = epoch is not None and history.current_end(records) is None and last > lost
-    if is_live and Presence(root, clock=clock, here=here).gone(records) is None:
-        attempt = root.attempt(last)
-        return _attach(attempt, read_claim(attempt), claim, spec_json), None
-    _refuse_other_training(root, records, claim, spec_json)
+    asked = ask(root, clock=clock, here=here, lost_attempt=lost_attempt)
+    attempt = root.attempt(asked.attempt)
+    if asked.how == "complete":
+        return Launch(how="complete", attempt=asked.attempt), None
+    if asked.claim is not None:
+        return _attach(attempt, asked.claim, claim, spec_json), None
+    _refuse_other_training(root, asked.records, claim, spec_json)
     if faults.plan is not None:
         faults.plan.reach("launch.claim")
-    attempt = root.attempt(max(last, newest.number if newest else 0) + 1)
     standing = claim_attempt(attempt, claim)
     if standing != claim:
         return _attach(attempt, standing, claim, spec_json), None
@@ -118,10 +169,10 @@ def differences(ours: str, theirs: str) -> list[str]:
 def _attach(attempt: AttemptDir, standing: Claim, ours: Claim, spec_json: str) -> Launch:
     if standing.training_digest != ours.training_digest:
         raise ConfigError(
-            f"attempt {attempt.number} of this run is live and trains something else "
+            f"attempt {attempt.number} of this run trains something else "
             f"(training digest {standing.training_digest[:12]}, asked for "
             f"{ours.training_digest[:12]}); {_named(attempt, spec_json)}; give the new training "
-            "another output.root, or stop the live one",
+            "another output.root, or stop that one",
             attempt=attempt.number,
             live=standing.training_digest,
             asked=ours.training_digest,

@@ -105,7 +105,10 @@ class BeakerLaunch:
         workload = self._find(receipt.key)
         if workload is None:
             return AttemptStanding(
-                kind=AttemptClass.STOPPED, raw="unknown", reason=f"no experiment {receipt.key}"
+                kind=AttemptClass.STOPPED,
+                raw="unknown",
+                reason=f"no experiment {receipt.key}",
+                is_known=False,
             )
 
         def jobs(client: Any) -> list[Any]:

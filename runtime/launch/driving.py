@@ -22,6 +22,7 @@ def see_through(
     loaded: LoadedRun,
     *,
     build: str | None = None,
+    attempt: int | None = None,
     say: Callable[[str], object] = lambda _: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -30,20 +31,23 @@ def see_through(
     Args:
         loaded: the run file.
         build: see ``settle``.
+        attempt: the number that is asked for, as the launch flow takes it.
         say: told what changes, a line each.
         sleep: waits between looks.
+
+    It ends without an error where the run is complete, or was stopped as somebody asked.
 
     Raises:
         RunError: how the last attempt ended, if no other follows; or why nothing was submitted.
     """
     sender = settle(loaded.spec, sender_of(loaded.spec), build=build).sender
     watcher = Watcher(loaded, sender)
-    launch = submit_run(loaded, sender)
+    launch = submit_run(loaded, sender, lost_attempt=None if attempt is None else attempt - 1)
     while launch.how != "complete":
         say(f"{launch.how}: attempt {launch.attempt}")
         standing, decision = _over(watcher, launch.attempt, say, sleep)
         if decision.what == "over":
-            if standing.kind is not AttemptClass.SUCCEEDED:
+            if standing.kind is not AttemptClass.SUCCEEDED and standing.activity is None:
                 raise ending(launch.attempt, standing, decision)
             return
         sleep(decision.delay_s)

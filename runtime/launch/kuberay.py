@@ -118,7 +118,10 @@ class KubeRayLaunch:
         status, found = self._call("get", name=receipt.key)
         if status == 404:
             return AttemptStanding(
-                kind=AttemptClass.STOPPED, raw="unknown", reason=f"no RayJob {receipt.key}"
+                kind=AttemptClass.STOPPED,
+                raw="unknown",
+                reason=f"no RayJob {receipt.key}",
+                is_known=False,
             )
         return classify(cast("dict[str, Any]", found.get("status") or {}))
 

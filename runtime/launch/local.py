@@ -7,16 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from runtime import faults
 from runtime.clock import Clock, SystemClock
-from runtime.errors import DiskFull
 from runtime.launch.attempts import Launch, spec_digest, win_or_attach
 from runtime.launch.freezing import freeze, lease_for
 from runtime.rundir import atomic, enter
 from runtime.rundir.attempt import AttemptFile, Started
 from runtime.rundir.claims import LOCAL, make_claim
+from runtime.rundir.gate import GATED, open_gate
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.processes import HostBoot, free_environment
 from runtime.rundir.workflow import Counts
@@ -102,27 +102,50 @@ class LocalLaunch:
     def _begin(
         self, attempt: AttemptDir, spec_json: str, plan_json: str, order: AttemptFile
     ) -> None:
-        """Write a won attempt down and start its guard."""
+        """Write a won attempt down and start its guard, which begins once it is written down too.
+
+        Whoever dies on the way leaves an attempt that is known to be over, and no process.
+        """
+        process: subprocess.Popen[bytes] | None = None
         try:
+            if faults.plan is not None:
+                faults.plan.reach("launch.freeze")
             freeze(attempt, spec_json, plan_json, order)
+            if faults.plan is not None:
+                faults.plan.reach("launch.spawn")
             process = self._spawn(attempt)
+            _record(attempt, process)
         except BaseException:
+            if process is not None:
+                with process:
+                    process.kill()
             # A claim whose launcher lives on would read as "about to start" for ever.
+            attempt.started.unlink(missing_ok=True)
             attempt.claim.unlink(missing_ok=True)
             raise
-        started = Started(pid=process.pid, started=enter.started(process.pid))
-        with suppress(DiskFull):
-            atomic.write_bytes(attempt.started, started.encode())
+        open_gate(process)
         # A zombie would look alive to the lease: whoever started the guard collects it.
         threading.Thread(target=process.wait, name="guard-exit", daemon=True).start()
+        if faults.plan is not None:
+            faults.plan.reach("launch.started")
 
     def _spawn(self, attempt: AttemptDir) -> subprocess.Popen[bytes]:
         with attempt.guard_log.open("ab") as log:
             return subprocess.Popen(
-                [*self._guard, str(attempt.path)],
+                [*self._guard, str(attempt.path), GATED],
                 env=free_environment(os.environ),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+
+def _record(attempt: AttemptDir, process: subprocess.Popen[bytes]) -> None:
+    """Name the guard that waits to be let go, for whoever asks whether it lives."""
+    if faults.plan is not None:
+        faults.plan.reach("launch.record")
+    started = Started(pid=process.pid, started=enter.started(process.pid))
+    atomic.write_bytes(attempt.started, started.encode())
+    if faults.plan is not None:
+        faults.plan.reach("launch.go")

@@ -126,11 +126,15 @@ class RayJobs:
             return classify(job)
         if receipt.job is None:
             return AttemptStanding(
-                kind=AttemptClass.STOPPED, raw="unknown", reason="it was never submitted"
+                kind=AttemptClass.STOPPED,
+                raw="unknown",
+                reason="it was never submitted",
+                is_known=False,
             )
         return AttemptStanding(
             kind=AttemptClass.INTERRUPTED,
             raw="unknown",
+            is_known=False,
             reason=f"the cluster at {self._address} does not know the job: it was started anew",
         )
 

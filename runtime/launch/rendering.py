@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from configs.load import LoadedRun
 from configs.plan import make_plan
 from runtime.errors import ConfigError
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.image.choosing import existing_image
 from runtime.launch.sending import backend_of
 from runtime.launch.submission import canonical_json
-from runtime.launch.submitting import refuse, scheduler_claim, submission_of
+from runtime.launch.submitting import refuse
 
 
 def rendered(

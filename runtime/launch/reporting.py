@@ -14,7 +14,7 @@ from runtime.errors import ConfigError, RunError
 from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.sending import backend_of
 from runtime.launch.standing import AttemptStanding
-from runtime.launch.watching import told
+from runtime.launch.telling import told
 from runtime.rundir import atomic
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
@@ -128,11 +128,12 @@ def stop_at_scheduler(root: RunRoot, spec: RunSpec | None = None) -> str | None:
     return found.receipt.key
 
 
-def _records(root: RunRoot) -> tuple[Record, ...]:
+def _records(root: RunRoot) -> tuple[Record, ...] | None:
+    """The chain; None where it cannot be read from here."""
     try:
-        return Chain(root).read()
+        return Chain(root).read() if root.path.is_dir() else None
     except (OSError, RunError):
-        return ()
+        return None
 
 
 def _frozen(root: Path) -> RunSpec:

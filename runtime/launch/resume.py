@@ -13,7 +13,9 @@ from configs.run import RunSpec
 from configs.shape import read_shape
 from runtime.errors import ConfigError, StoreError
 from runtime.launch.start import start_run
+from runtime.launch.telling import end_of
 from runtime.rundir import atomic
+from runtime.rundir.chain import Chain
 from runtime.rundir.control import Control
 from runtime.rundir.layout import RunRoot
 from runtime.session.status import look
@@ -58,7 +60,10 @@ def resume_run(root: RunRoot, loaded: LoadedRun | None = None, *, detached: bool
     if detached:
         launch = asked.spec.launch.model_copy(update={"detached": True})
         asked = replace(asked, spec=asked.spec.model_copy(update={"launch": launch}))
-    lost = status.attempt if status.stale is not None else None
+    # The one after what was looked at is asked for: two who resume a run at once make one attempt.
+    has_ended = end_of(Chain(root).read(), status.attempt) is not None
+    is_over = status.stale is not None or has_ended
+    lost = status.attempt if is_over else None
     launched = start_run(asked, reason="resume", lost_attempt=lost)
     return Resumed(how=launched.how, attempt=launched.attempt, notice=launched.notice)
 

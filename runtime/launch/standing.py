@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from runtime.errors import RetryBy
-from runtime.rundir.records import EndRecord
+from runtime.rundir.records import Activity
 
 
 class AttemptClass(StrEnum):
@@ -76,8 +75,14 @@ class AttemptStanding:
     reason: str = ""
     exit_code: int | None = None
     """The guard's, which is rank 0's; None while it runs, or where the scheduler does not tell."""
+    is_known: bool = True
+    """False: its scheduler has no job under its name."""
     is_turned_away: bool = False
     """Another process owned the run: this attempt trained nothing, or nothing more."""
+    is_unconfirmed: bool = False
+    """Its process left in good order, and its end is not to be seen in the run directory."""
+    activity: Activity | None = None
+    """``stopped`` or ``parked`` where it ended as was asked, and the run can go on; else None."""
     ranks: tuple[RankStanding, ...] = ()
     oddities: tuple[str, ...] = ()
     """What is off about the group: ids, ranks, leader selection."""
@@ -121,24 +126,3 @@ def of_ranks(ranks: Sequence[RankStanding], oddities: Sequence[str] = ()) -> Att
 def _of_rank(each: RankStanding) -> str:
     where = f" on {each.host}" if each.host else ""
     return f"rank {each.rank}{where}: {each.reason or each.raw}"
-
-
-def with_end(standing: AttemptStanding, end: EndRecord | None) -> AttemptStanding:
-    """Add what the attempt itself wrote: it knows why it failed, the scheduler only that it did.
-
-    Args:
-        standing: the scheduler's.
-        end: the attempt's own end record, if it left one.
-    """
-    if end is None or standing.kind not in (AttemptClass.FAILED, AttemptClass.STOPPED):
-        return standing
-    failure = end.failure
-    if failure is not None and failure.retry is RetryBy.LAUNCH:
-        is_preempted = failure.error_class == "Preempted"
-        kind = AttemptClass.PREEMPTED if is_preempted else AttemptClass.INTERRUPTED
-        return replace(standing, kind=kind, reason=failure.message)
-    if end.state == "complete":
-        return replace(standing, kind=AttemptClass.SUCCEEDED, reason="")
-    if failure is not None:
-        return replace(standing, kind=AttemptClass.FAILED, reason=failure.message)
-    return standing

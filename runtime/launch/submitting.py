@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from configs.load import LoadedRun
-from configs.plan import Plan, make_plan
-from configs.run import RunSpec
+from configs.plan import make_plan
 from configs.runtime_lock import RuntimeLock
+from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import ConfigError, LaunchRefused
-from runtime.launch.attempts import Launch, spec_digest, win_or_attach
+from runtime.launch.attempts import Asked, Launch, ask, spec_digest, win_or_attach
 from runtime.launch.backend import LaunchBackend, Submitted
-from runtime.launch.beaker_document import RESULTS
-from runtime.launch.freezing import expected_counts, lease_for
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.receipts import LaunchReceipt, Receipts
-from runtime.launch.submission import Payload, Submission, owned_names
-from runtime.rundir.attempt import AttemptFile, Claim
-from runtime.rundir.claims import read_claim
+from runtime.launch.submission import Submission, owned_names
+from runtime.rundir.attempt import Claim
+from runtime.rundir.claims import newest_claimed, read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
+
+SENT_WITHIN_S = 900.0
+"""Of its claim an attempt is at its scheduler, or its submitter has given up or died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ def submit_run(
         loaded: the run file.
         sender: where to, and what is recorded.
         reason: for the epoch record.
-        lost_attempt: an attempt that its scheduler says is over; taken over from.
+        lost_attempt: an attempt that its scheduler says is over; see ``win_or_attach``.
 
     Raises:
         LaunchRefused: if a check fails; nothing was sent.
@@ -75,86 +76,28 @@ def submit_run(
     standing = _standing_submission(sender, root, spec_json, lost_attempt, made)
     if standing is not None:
         return _send(standing, sender)
+    here = HostBoot.here()
+    asked = ask(root, clock=sender.clock, here=here, lost_attempt=lost_attempt)
+    if _was_never_sent(asked, root, claim, sender, made):
+        lost_attempt = asked.attempt
     launch, attempt = win_or_attach(
-        root,
-        claim,
-        spec_json,
-        clock=sender.clock,
-        here=HostBoot.here(),
-        lost_attempt=lost_attempt,
+        root, claim, spec_json, clock=sender.clock, here=here, lost_attempt=lost_attempt
     )
     if attempt is None:
         return _follow(launch, root, sender, made)
     return _send(made(launch.attempt), sender)
 
 
-def scheduler_claim(backend: str, spec_json: str, plan: Plan) -> Claim:
-    """The claim of an attempt that a scheduler runs: made of what is submitted, not of who submits.
+def asked_attempt(loaded: LoadedRun, sender: Sender) -> int:
+    """The number of the attempt that submitting this run now would start or attach to.
 
-    So a document is rendered the same twice, and two submitters of one thing hold one claim; the
-    job's name then lets only one of them start it.
+    Takes and writes nothing. Whoever submits it as the one after its predecessor, once or again,
+    gets that attempt, however it stands by then.
     """
-    digest = spec_digest(spec_json)
-    return Claim(
-        launcher=backend,
-        host="",
-        boot_id="",
-        pid=0,
-        started=0.0,
-        spec_digest=digest,
-        training_digest=plan.training_digest,
-        time=0.0,
-        nonce=digest[:16],
-    )
-
-
-def submission_of(
-    loaded: LoadedRun,
-    plan: Plan,
-    *,
-    attempt: int,
-    image: str | None,
-    claim: Claim,
-    reason: str = "start",
-) -> Submission:
-    """One attempt, ready to be rendered. Pure: the same arguments, the same bytes.
-
-    Args:
-        loaded: the run file.
-        plan: of it.
-        attempt: its number.
-        image: None takes the run file's.
-        claim: of the attempt.
-        reason: for the epoch record.
-    """
-    spec = loaded.spec
-    root = RunRoot.of(spec.output.root)
-    order = AttemptFile(
-        run=spec.name,
-        training_digest=plan.training_digest,
-        companion=companion(spec),
-        env=dict(spec.launch.env),
-        lease_s=lease_for(root, is_remote=True),
-        expected=expected_counts(spec, plan),
-        results=RESULTS if claim.launcher == "beaker" else None,
-        ray=_ray_of(claim.launcher, spec.launch.replicas),
-        reason=reason,
-    )
-    payload = Payload(
-        root=root.path,
-        attempt=attempt,
-        run=spec.model_dump_json(),
-        plan=plan.model_dump_json(),
-        order=order,
-        claim=claim,
-    )
-    return Submission(spec=spec, plan=plan, payload=payload, image=image or spec.launch.image)
-
-
-def _ray_of(backend: str, replicas: int) -> Literal["own", "group", "job"]:
-    if backend in ("ray", "kuberay"):
-        return "job"
-    return "group" if replicas > 1 else "own"
+    root = RunRoot.of(loaded.spec.output.root)
+    if not is_reachable(loaded, root):
+        return _next_by_receipts(sender, root, None)
+    return ask(root, clock=sender.clock, here=HostBoot.here()).attempt
 
 
 def refuse(backend: LaunchBackend, submission: Submission) -> None:
@@ -180,13 +123,6 @@ def is_reachable(loaded: LoadedRun, root: RunRoot) -> bool:
     return any(Path(mount).is_dir() for mount in covering)
 
 
-def companion(spec: RunSpec) -> tuple[str, ...]:
-    """The flow beside the guard, where the job knows a Prefect server to show itself on."""
-    if "PREFECT_API_URL" not in spec.launch.env:
-        return ()
-    return ("python", "-m", "flows.cli", "train", "--attempt", "{attempt}")
-
-
 def _standing_submission(
     sender: Sender,
     root: RunRoot,
@@ -194,15 +130,39 @@ def _standing_submission(
     lost_attempt: int | None,
     made: Callable[[int], Submission],
 ) -> Submission | None:
-    """The attempt we claimed and whose answer was lost: sent again under its own number."""
+    """The attempt we claimed and whose answer was lost: sent again under its own number.
+
+    Not where its job has begun, or another attempt came after it: then history says what follows.
+    """
     ours = sender.receipts.of_root(root.path)
     if not ours or ours[-1].job is not None or ours[-1].attempt == lost_attempt:
         return None
-    last = ours[-1]
-    is_same = (
-        last.spec_digest == spec_digest(spec_json) and root.attempt(last.attempt).claim.exists()
-    )
-    return made(last.attempt) if is_same else None
+    last, newest = ours[-1], newest_claimed(root)
+    is_same = last.spec_digest == spec_digest(spec_json)
+    is_open = newest is not None and newest.number == last.attempt and not newest.attempt.exists()
+    return made(last.attempt) if is_same and is_open else None
+
+
+def _was_never_sent(
+    asked: Asked,
+    root: RunRoot,
+    ours: Claim,
+    sender: Sender,
+    made: Callable[[int], Submission],
+) -> bool:
+    """Whether a number was claimed for another run file by somebody who died before the call.
+
+    The same run file is simply sent again, under that number. Should it be sent after all, the
+    lease and the order of the attempts leave one of the two.
+    """
+    attempt, claim = root.attempt(asked.attempt), asked.claim
+    if claim is None or claim.launcher != ours.launcher or claim.spec_digest == ours.spec_digest:
+        return False
+    if attempt.attempt.exists():
+        return False
+    if sender.clock.time() - attempt.claim.stat().st_mtime < SENT_WITHIN_S:
+        return False
+    return not sender.backend.look(_receipt(made(asked.attempt), sender)).is_known
 
 
 def _next_by_receipts(sender: Sender, root: RunRoot, lost_attempt: int | None) -> int:
@@ -229,7 +189,8 @@ def _follow(
     is_same = launch.how == "attached" and not launch.notice
     if not is_same or read_claim(attempt).launcher != sender.backend.name:
         return launch
-    if sender.receipts.read(submission.spec.name, root.path, launch.attempt) is not None:
+    receipt = sender.receipts.read(submission.spec.name, root.path, launch.attempt)
+    if receipt is not None and receipt.job is not None:
         return launch
     if not attempt.attempt.exists():
         return _send(submission, sender)
@@ -240,11 +201,17 @@ def _follow(
 
 
 def _send(submission: Submission, sender: Sender) -> Launch:
+    if faults.plan is not None:
+        faults.plan.reach("launch.receipt")
     receipt = _receipt(submission, sender)
     before = sender.receipts.read(receipt.run, submission.payload.root, receipt.attempt)
     if before is None or before.job is None:
         sender.receipts.write(receipt)
+    if faults.plan is not None:
+        faults.plan.reach("launch.send")
     submitted = sender.backend.submit(submission)
+    if faults.plan is not None:
+        faults.plan.reach("launch.sent")
     try:
         theirs = _other_run_file(submission, submitted)
     except ConfigError:
@@ -262,6 +229,8 @@ def _send(submission: Submission, sender: Sender) -> Launch:
         "allocated_gpus": before.allocated_gpus if before else None,
     }
     sender.receipts.write(receipt.model_copy(update=known))
+    if faults.plan is not None:
+        faults.plan.reach("launch.follow")
     how = "attached" if submitted.was_there else "started"
     notice = submitted.url or ""
     if theirs is not None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from configs.load import LoadedRun
 from runtime.errors import RetryBy
 from runtime.launch.receipts import LaunchReceipt
-from runtime.launch.standing import AttemptClass, AttemptStanding, with_end
+from runtime.launch.standing import AttemptClass, AttemptStanding
 from runtime.launch.submitting import Sender, is_reachable
+from runtime.launch.telling import end_of, named, told
 from runtime.rundir import history
-from runtime.rundir.attempt import EXIT_NOT_OWNER
 from runtime.rundir.chain import Chain
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
-from runtime.rundir.records import EndRecord, EpochRecord, Record
+from runtime.rundir.records import EndRecord, Record
 from runtime.session.ends import EndedBy
 
 MOST_WITHOUT_COMMIT = 5
@@ -29,6 +29,9 @@ MOST_ATTEMPTS = 100
 BACKOFF_S = 10.0
 """Before the second attempt; doubles with each that follows without a commit between."""
 LONGEST_BACKOFF_S = 600.0
+END_LAG_S = 120.0
+"""For an end record to be seen from here, once its guard has left: file systems that are shared
+keep what they have seen of a folder for a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,8 @@ def decide_turned_away(
 class Watcher:
     """Looks at the newest attempt of one run, again and again.
 
-    Its only state is when the run's owner was last seen to be there.
+    Its only state is when the run's owner was last seen to be there, and since when an end is
+    missing.
     """
 
     def __init__(self, loaded: LoadedRun, sender: Sender) -> None:
@@ -137,6 +141,7 @@ class Watcher:
         self._root = RunRoot.of(loaded.spec.output.root)
         self._can_read = is_reachable(loaded, self._root)
         self._presence = Presence(self._root, clock=sender.clock, here=HostBoot.here())
+        self._unconfirmed: tuple[int, float] | None = None
 
     def receipt(self, attempt: int) -> LaunchReceipt | None:
         """The receipt of an attempt; None if it was submitted from elsewhere."""
@@ -151,19 +156,21 @@ class Watcher:
         Raises:
             ServiceUnavailable: if the scheduler does not answer.
         """
-        records = self._records()
-        if end_of(records, attempt) is not None and history.is_complete(records):
+        end = end_of(self._records() or (), attempt)
+        if end is not None and end.state == "complete":
             return AttemptStanding(kind=AttemptClass.SUCCEEDED, raw="complete")
         receipt = self.receipt(attempt)
         if receipt is None:
-            return AttemptStanding(
+            standing = AttemptStanding(
                 kind=AttemptClass.STOPPED, raw="no receipt", reason="submitted from elsewhere"
             )
+            return told(standing, self._records(), attempt)
         standing = self._sender.backend.look(receipt)
         self._sender.receipts.note_gpus(
             receipt, active=standing.active_gpus, allocated=standing.allocated_gpus
         )
-        standing = told(standing, records, attempt)
+        # Read after the scheduler was asked: what ended meanwhile has its end by now.
+        standing = told(standing, self._records(), attempt)
         if standing.is_turned_away:
             self._sender.receipts.note_turned_away(receipt)
         return standing
@@ -173,7 +180,9 @@ class Watcher:
 
         No attempt is sent while an older one may own the run, as far as that can be seen from here.
         """
-        records = self._records()
+        records = self._records() or ()
+        if self._may_be_late(attempt, standing):
+            return Decision(what="wait", why=standing.reason)
         if standing.is_turned_away:
             return decide_turned_away(
                 standing,
@@ -201,8 +210,18 @@ class Watcher:
             return _waiting_for(owner) if owner.state == "alive" else decision
         return decision
 
-    def _records(self) -> tuple[Record, ...]:
-        return Chain(self._root).read() if self._can_read else ()
+    def _records(self) -> tuple[Record, ...] | None:
+        return Chain(self._root).read() if self._can_read else None
+
+    def _may_be_late(self, attempt: int, standing: AttemptStanding) -> bool:
+        """Whether the end of an attempt may still come to be seen."""
+        if not standing.is_unconfirmed:
+            self._unconfirmed = None
+            return False
+        now = self._sender.clock.monotonic()
+        if self._unconfirmed is None or self._unconfirmed[0] != attempt:
+            self._unconfirmed = (attempt, now)
+        return now - self._unconfirmed[1] < END_LAG_S
 
     def _owner(self, records: tuple[Record, ...]) -> Owner:
         epoch, end = history.newest_epoch(records), history.current_end(records)
@@ -211,11 +230,11 @@ class Watcher:
         if end is not None:
             state = "away" if _may_follow(end) else "ended"
             said = end.failure.message if end.failure else end.ended_by
-            what = f"{_named(epoch)} ended: {said}"
+            what = f"{named(epoch)} ended: {said}"
         else:
             gone = self._presence.gone(records)
             state = "alive" if gone is None else "away"
-            what = gone or f"{_named(epoch)} has the run"
+            what = gone or f"{named(epoch)} has the run"
         return Owner(state=state, what=what, attempt=epoch.attempt)
 
     def _turned_away_before(self, attempt: int) -> int:
@@ -232,43 +251,6 @@ class Watcher:
 
 def _waiting_for(owner: Owner) -> Decision:
     return Decision(what="wait", why=f"{owner.what}; `milepost stop` ends it")
-
-
-def told(standing: AttemptStanding, records: tuple[Record, ...], attempt: int) -> AttemptStanding:
-    """What the scheduler says, and what history knows of it: the class that counts.
-
-    A guard that does not own the run exits with a status of its own. Then the training did not
-    fail: another process has it, or this attempt lost its lease and nobody has taken it over yet.
-
-    Args:
-        standing: the scheduler's.
-        records: the chain; empty where it cannot be read from here.
-        attempt: the attempt's number.
-    """
-    end = end_of(records, attempt)
-    is_silent = standing.kind in (AttemptClass.FAILED, AttemptClass.STOPPED)
-    if end is not None or standing.exit_code != EXIT_NOT_OWNER or not is_silent:
-        # Where the scheduler knows of a person or of lost hardware, that stands.
-        return with_end(standing, end)
-    epoch = history.newest_epoch(records)
-    if epoch is not None and epoch.attempt == attempt:
-        reason = "it did not keep the lease of the run, its log says why; nobody has taken it over"
-        return replace(standing, kind=AttemptClass.INTERRUPTED, reason=reason)
-    owner = f": {_named(epoch)}" if epoch is not None else "; its log names it"
-    return replace(
-        standing,
-        kind=AttemptClass.STOPPED,
-        is_turned_away=True,
-        reason=f"another process owned the run{owner}",
-    )
-
-
-def end_of(records: tuple[Record, ...], attempt: int) -> EndRecord | None:
-    """The end record of an attempt, if the newest epoch is one of its and has ended."""
-    epoch = history.newest_epoch(records)
-    if epoch is None or epoch.attempt != attempt:
-        return None
-    return history.current_end(records)
 
 
 def last_committing(records: tuple[Record, ...]) -> int:
@@ -288,10 +270,6 @@ def _may_follow(end: EndRecord) -> bool:
     if end.failure is not None:
         return end.failure.retry is RetryBy.LAUNCH
     return end.state == "complete" or end.ended_by == EndedBy.SIGTERM
-
-
-def _named(epoch: EpochRecord) -> str:
-    return f"attempt {epoch.attempt} (epoch {epoch.epoch}, pid {epoch.pid} on {epoch.host})"
 
 
 def _whose(auto_resume: str) -> str:

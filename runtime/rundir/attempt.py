@@ -13,9 +13,17 @@ from runtime.rundir.layout import AttemptDir
 from runtime.rundir.records import Activity, WorkflowState
 from runtime.rundir.workflow import Counts
 
+EXIT_COMPLETE = 0
+"""A guard's exit status: the end record of the run says complete. No other end is a success."""
+EXIT_FAILED = 1
+"""The end record says failed."""
 EXIT_NOT_OWNER = 3
-"""A guard's exit status: another process owns the run, or became its owner; this one wrote nothing
-more of the run. Where it never was the owner, ``turned-away.json`` in its own folder says so."""
+"""Another process owns the run, or became its owner; this one wrote nothing more of the run. Where
+it never was the owner, ``turned-away.json`` in its own folder says so."""
+EXIT_STOPPED = 5
+"""Stopped or parked in good order, as was asked; the run is not complete."""
+EXIT_TERMINATED = 6
+"""Ended by SIGTERM, in good order or at the end of its grace; the run is not complete."""
 
 
 class _File(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from runtime.rundir.processes import HostBoot, is_alive
 from runtime.rundir.records import Record
 
 LOCAL = "local"
+STARTED_WITHIN_S = 900.0
+"""A local launcher writes its guard down at once. One on another host that has not after so long,
+by the clocks of both, is gone; the lease decides should it come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,14 @@ def read_claim(attempt: AttemptDir) -> Claim:
     return Claim.decode(atomic.read_bytes(attempt.claim), attempt.claim)
 
 
+def find_claim(attempt: AttemptDir) -> Claim | None:
+    """The claim of an attempt; None where there is none, or it cannot be read."""
+    try:
+        return read_claim(attempt)
+    except StoreError:
+        return None
+
+
 def newest_claimed(root: RunRoot) -> AttemptDir | None:
     """The newest attempt with a claim; a folder alone is none."""
     for number in reversed(root.attempt_numbers()):
@@ -93,9 +105,8 @@ def pending_of(
     epoch = newest_epoch(records)
     if newest is None or (epoch is not None and newest.number <= epoch.attempt):
         return None
-    try:
-        claim = read_claim(newest)
-    except StoreError:
+    claim = find_claim(newest)
+    if claim is None:
         return None
     return Pending(attempt=newest, claim=claim, is_over=_is_over(newest, claim, here))
 
@@ -106,9 +117,11 @@ def _is_over(attempt: AttemptDir, claim: Claim, here: HostBoot) -> bool:
     where = HostBoot(claim.host, claim.boot_id)
     if claim.launcher == LOCAL and here.has_restarted_since(where):
         return True
-    if claim.launcher != LOCAL or where != here:
+    if claim.launcher != LOCAL:
         return False
     data = atomic.read_bytes(attempt.started)
+    if where != here:
+        return data is None and time.time() - claim.time > STARTED_WITHIN_S
     if data is None:
         return not is_alive(claim.pid, claim.started)
     guard = Started.decode(data, attempt.started)

@@ -1,8 +1,8 @@
 """The guard: the one process that owns a run directory for an attempt.
 
-``python -m runtime.session.guard ATTEMPT_DIR``. It takes the lease, reaps what a predecessor left
-on this host, appends the epoch record, starts the session, and writes the end after the session
-has exited. It knows neither Ray nor torch: what kills them leaves it standing.
+``python -m runtime.session.guard ATTEMPT_DIR [--gated]``. It takes the lease, reaps what a
+predecessor left on this host, appends the epoch record, starts the session, and writes the end
+after the session has exited. It knows neither Ray nor torch: what kills them leaves it standing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,20 @@ from runtime import faults
 from runtime.clock import Clock, SystemClock
 from runtime.errors import FencedError, Interrupted, OwnedError, StoreError
 from runtime.rundir import atomic, enter, history, results, workflow
-from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile, Outcome, TurnedAway
+from runtime.rundir.attempt import (
+    EXIT_COMPLETE,
+    EXIT_FAILED,
+    EXIT_NOT_OWNER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    AttemptFile,
+    GuardFile,
+    Outcome,
+    TurnedAway,
+)
 from runtime.rundir.chain import Chain, lease_duration
 from runtime.rundir.control import Control
+from runtime.rundir.gate import GATED, was_let_go
 from runtime.rundir.journal import Journal
 from runtime.rundir.layout import AttemptDir
 from runtime.rundir.lease import RunLease, again_s
@@ -39,15 +50,12 @@ from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
 from runtime.session.ending import Ending, show
+from runtime.session.ends import EndedBy
 from runtime.session.filling import fill_empty_root
 from runtime.session.outcome import KilledBy
 from runtime.session.scratch import remove_scratch, run_key
 from runtime.session.succession import Choice, Choose, newest_valid, reason
 from runtime.telemetry.events import Event
-
-EXIT_ENDED = 0
-"""Complete, stopped or parked, as was asked."""
-EXIT_FAILED = 1
 
 DRIVER = (sys.executable, "-m", "runtime.session.driver")
 
@@ -134,7 +142,10 @@ class Guard:
             self._show(view, before.epoch)
             atomic.sweep(self._root.path)
             remove_scratch(run_key(self._root.path))
-            return self._say("the run is complete", EXIT_ENDED)
+            return self._say("the run is complete", EXIT_COMPLETE)
+        if before is not None and before.attempt > self._attempt.number:
+            # Started late, or again: what became of the run since then is not ours to undo.
+            return self._turned_away(f"attempt {before.attempt} has owned the run since")
         if before is not None:
             self._reap(before.epoch)
             deadman.sweep(self._root.attempt(before.attempt))
@@ -346,6 +357,9 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if argv[2:] == [GATED] and not was_let_go():
+        sys.stderr.write(f"milepost guard, attempt {attempt.number}: its launcher is gone\n")
+        return EXIT_NOT_OWNER
     fill_empty_root(attempt)
     status = guard.run()
     if status != EXIT_NOT_OWNER:
@@ -368,7 +382,11 @@ def keep_results(attempt: AttemptDir) -> None:
 
 
 def _status(outcome: Outcome) -> int:
-    return EXIT_FAILED if outcome.state == "failed" else EXIT_ENDED
+    if outcome.state == "complete":
+        return EXIT_COMPLETE
+    if outcome.state == "failed":
+        return EXIT_FAILED
+    return EXIT_TERMINATED if outcome.ended_by == EndedBy.SIGTERM else EXIT_STOPPED
 
 
 def _activity(epoch: EpochRecord) -> Activity:

@@ -24,6 +24,15 @@ import torch
 from runtime.engines.embedded.server import Server
 from runtime.engines.embedded.settings import EngineSettings
 from tests.contracts.lane import LANE, OLDER
+from tests.contracts.launch_worlds import (
+    BACKENDS,
+    SCHEDULERS,
+    SECRET,
+    SURROUNDINGS,
+    SchedulerWorld,
+    World,
+    world_of,
+)
 from tests.contracts.sglang_engine import KEY, SharedServers, need_environment
 from tests.contracts.tiny_models import save_model, tiny_qwen3
 
@@ -252,3 +261,24 @@ def engine_server(start_engine: Callable[..., Any]) -> Iterator[RunningEngine]:
     """A fresh server with ordinary limits, weights ``a``."""
     with start_engine() as engine:
         yield engine
+
+
+@pytest.fixture(params=BACKENDS)
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    """A backend to launch with; what surrounds its submitter belongs into no job."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", SURROUNDINGS)
+    with world_of(request.param, tmp_path, monkeypatch) as world:
+        yield world
+
+
+@pytest.fixture(params=SCHEDULERS)
+def scheduler(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SchedulerWorld]:
+    """A backend with a scheduler behind it."""
+    with world_of(request.param, tmp_path, monkeypatch) as world:
+        assert isinstance(world, SchedulerWorld)
+        yield world

@@ -28,16 +28,33 @@ from runtime.launch.receipts import LaunchReceipt, Receipts
 from runtime.launch.submission import PAYLOAD_VARIABLE, Payload, Submission
 from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Watcher
-from runtime.rundir.attempt import EXIT_NOT_OWNER, Started
+from runtime.rundir.attempt import (
+    EXIT_FAILED,
+    EXIT_NOT_OWNER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    Started,
+)
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import is_alive, kill_exactly
 from tests.runtime.launch.submissions import DIGEST, IMAGE, PRESETS, submission
 
-Outcome = Literal["running", "succeeded", "failed", "taken", "canceled", "turned away"]
-"""What a scheduler can say of an attempt; ``taken``: its hardware was lost from outside; ``turned
-away``: its guard exited as one does that finds another owner."""
+Outcome = Literal[
+    "running", "succeeded", "failed", "taken", "canceled", "turned away", "stopped", "terminated"
+]
+"""What a scheduler can say of an attempt; ``succeeded``: its process left with status 0; ``taken``:
+its hardware was lost from outside; the last three: its guard exited as one does that finds another
+owner, was asked to stop, or got SIGTERM."""
+EXITS: dict[Outcome, int] = {
+    "failed": EXIT_FAILED,
+    "turned away": EXIT_NOT_OWNER,
+    "stopped": EXIT_STOPPED,
+    "terminated": EXIT_TERMINATED,
+}
 BACKENDS = ("local", "ray", "kuberay", "beaker")
 SCHEDULERS = BACKENDS[1:]
+SECRET = "a-secret-of-the-submitter"
+SURROUNDINGS = "only-of-the-submitters-machine"
 PATIENT_S = 60.0
 _LIVE = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -201,12 +218,11 @@ class RayWorld(SchedulerWorld):
     _SAID: ClassVar[dict[Outcome, dict[str, Any]]] = {
         "running": {"status": "RUNNING"},
         "succeeded": {"status": "SUCCEEDED", "driver_exit_code": 0},
-        "failed": {"status": "FAILED", "driver_exit_code": 1,
-                   "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"},
         "taken": {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED"},
         "canceled": {"status": "STOPPED"},
-        "turned away": {"status": "FAILED", "driver_exit_code": EXIT_NOT_OWNER,
-                        "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"},
+    }
+    _EXITED: ClassVar[dict[str, Any]] = {
+        "status": "FAILED", "error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"
     }  # fmt: skip
 
     def __init__(self, folder: Path, server: Any) -> None:
@@ -227,7 +243,8 @@ class RayWorld(SchedulerWorld):
         return {key: job["asked"] for key, job in self.server.jobs.items()}
 
     def become(self, key: str, outcome: Outcome) -> None:
-        self.server.jobs[key].update(self._SAID[outcome])
+        exited = {**self._EXITED, "driver_exit_code": EXITS.get(outcome)}
+        self.server.jobs[key].update(self._SAID.get(outcome, exited))
 
     def forget(self, key: str) -> None:
         del self.server.jobs[key]
@@ -254,10 +271,8 @@ class KubeRayWorld(_WithConfig):
     _SAID: ClassVar[dict[Outcome, tuple[str, str]]] = {
         "running": ("Running", "RUNNING"),
         "succeeded": ("Complete", "SUCCEEDED"),
-        "failed": ("Failed", "FAILED"),
         "taken": ("Failed", "RUNNING"),
         "canceled": ("Complete", "STOPPED"),
-        "turned away": ("Failed", "FAILED"),
     }
 
     def backend(self, *, deadline_s: float = PATIENT_S, token: str | None = None) -> LaunchBackend:
@@ -282,13 +297,12 @@ class KubeRayWorld(_WithConfig):
         }
 
     def become(self, key: str, outcome: Outcome) -> None:
-        deployed, job = self._SAID[outcome]
+        deployed, job = self._SAID.get(outcome, ("Failed", "FAILED"))
         status = {"jobDeploymentStatus": deployed, "jobStatus": job}
-        if outcome in ("failed", "turned away"):
-            code = 1 if outcome == "failed" else EXIT_NOT_OWNER
+        if outcome in EXITS:
             status["message"] = (
-                f"Job entrypoint command failed with exit code {code}, last available logs "
-                "(truncated to 20,000 chars):\nexit code 17 is no word of Ray's\n"
+                f"Job entrypoint command failed with exit code {EXITS[outcome]}, last available "
+                "logs (truncated to 20,000 chars):\nexit code 17 is no word of Ray's\n"
             )
         self.server.objects[key]["status"] = status
 
@@ -325,17 +339,16 @@ class BeakerWorld(_WithConfig):
             job,
         )
 
-        status, ending = {
+        said: dict[Outcome, tuple[Any, dict[str, int]]] = {
             "running": (RUNNING, {}),
             "succeeded": (SUCCEEDED, {"exit_code": 0}),
-            "failed": (FAILED, {"exit_code": 1}),
             "taken": (CANCELED, {"code": 1}),
             "canceled": (CANCELED, {"code": 4}),
-            "turned away": (FAILED, {"exit_code": EXIT_NOT_OWNER}),
-        }[outcome]
+        }
+        status, ending = said.get(outcome) or (FAILED, {"exit_code": EXITS[outcome]})
         task = self.server.experiments[key].experiment.tasks[0].id
         self.server.jobs[:] = [job(status, rank=rank, size=3, **ending) for rank in range(3)]
-        if outcome == "turned away":
+        if outcome in EXITS and outcome != "failed":
             # The leader's guard alone; the others are ended because of it.
             self.server.jobs[1:] = [job(CANCELED, rank=rank, size=3, code=8) for rank in (1, 2)]
         for each in self.server.jobs:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -24,37 +23,13 @@ from runtime.launch.standing import AttemptClass
 from runtime.launch.submitting import submit_run
 from runtime.launch.watching import Watcher
 from tests.contracts.launch_worlds import (
-    BACKENDS,
-    SCHEDULERS,
+    SECRET,
+    SURROUNDINGS,
     Outcome,
     SchedulerWorld,
     World,
-    world_of,
 )
-from tests.runtime.launch.owned_runs import LEASE_S, own, refresh
-
-SECRET = "a-secret-of-the-submitter"
-SURROUNDINGS = "only-of-the-submitters-machine"
-
-
-@pytest.fixture(params=BACKENDS)
-def world(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", SURROUNDINGS)
-    with world_of(request.param, tmp_path, monkeypatch) as world:
-        yield world
-
-
-@pytest.fixture(params=SCHEDULERS)
-def scheduler(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SchedulerWorld]:
-    with world_of(request.param, tmp_path, monkeypatch) as world:
-        assert isinstance(world, SchedulerWorld)
-        yield world
-
+from tests.runtime.launch.owned_runs import LEASE_S, end, ended, own, refresh
 
 # -- every backend -------------------------------------------------------------------------------
 
@@ -108,7 +83,15 @@ def test_a_lost_attempt_is_followed_once(world: World) -> None:
     assert (second.how, second.attempt) == ("started", 2)
     again = world.launch(world.loaded(), lost_attempt=1)
     assert (again.how, again.attempt) == ("attached", 2)
+    # Whoever comes as late as this, finds what it asked for made, and over.
+    own(world.root, attempt=2)
+    end(world.root, ended("training", "stop"))
+    for by in ("one", "other"):
+        late = world.launch(world.loaded(), lost_attempt=1, by=by)
+        assert (late.how, late.attempt) == ("attached", 2)
     assert world.attempts() == [1, 2]
+    # A person who asks for the run to go on names no attempt.
+    assert world.launch(world.loaded()).attempt == 3
 
 
 def test_nothing_that_is_written_or_sent_holds_a_secret(world: World) -> None:
@@ -213,12 +196,15 @@ def test_a_wrong_token_is_final_and_not_told(scheduler: SchedulerWorld) -> None:
 
 EXPECTED: dict[Outcome, tuple[tuple[AttemptClass, ...], str]] = {
     "running": ((AttemptClass.RUNNING,), "wait"),
-    "succeeded": ((AttemptClass.SUCCEEDED,), "over"),
+    "succeeded": ((AttemptClass.STOPPED,), "wait"),
     "failed": ((AttemptClass.FAILED,), "over"),
     "taken": ((AttemptClass.PREEMPTED, AttemptClass.INTERRUPTED), "again"),
     "canceled": ((AttemptClass.CANCELED,), "over"),
     "turned away": ((AttemptClass.STOPPED,), "again"),
+    "stopped": ((AttemptClass.CANCELED,), "over"),
+    "terminated": ((AttemptClass.INTERRUPTED,), "again"),
 }
+"""Of attempts that left no word in the run directory."""
 
 
 @pytest.mark.parametrize("outcome", get_args(Outcome))

@@ -94,6 +94,31 @@ def test_a_lost_node_interrupts_the_attempt_and_the_next_one_completes_the_run(
     assert [(r.attempt, r.backend) for r in receipts] == [(1, "ray"), (2, "ray")]
 
 
+def test_an_attempt_that_leaves_in_good_order_on_sigterm_is_followed(
+    cluster: RayCluster, environ: dict[str, str], make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Ray sees a process leave and knows nothing of why; the run is not complete."""
+    run = make_run()
+    command = milepost(run, sets_for(cluster, run), environ)
+    try:
+        until(lambda: run.root.chain.exists() and run.commits, command, "the first commits")
+        (guard,) = run.role("guard")
+        guard.terminate()
+        out, err = command.communicate(timeout=1200)
+    finally:
+        command.kill()
+    assert command.returncode == 0, err + run.log()
+    answer: dict[str, Any] = json.loads(out)
+    assert (answer["state"], answer["update"]) == ("complete", 30)
+    first = next(r for r in run.records if r.kind == "end")
+    assert (first.state, first.ended_by, first.failure) == ("training", "sigterm", None)
+    newest = history.newest_epoch(run.records)
+    assert newest is not None
+    assert (newest.attempt, newest.restored_update) == (2, first.update)
+    receipts = Receipts(tmp_path / "receipts").of_root(run.root.path)
+    assert [each.attempt for each in receipts] == [1, 2]
+
+
 def engine_addresses(run: Run, attempt: int) -> set[str]:
     """Where the engines of an attempt listened: a node each."""
     logs = "".join(p.read_text() for p in run.root.attempt(attempt).path.glob("engine-*.log"))

@@ -1,11 +1,19 @@
-"""The launch flow against a scheduler that fails, preempts, and at last lets the run finish."""
+"""The flows beside their commands, on a Prefect server.
+
+The launch flow meets a scheduler that fails, preempts, and at last lets the run finish; the train
+flow comes up when the attempt that it is to show is over.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import json
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +26,22 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
 from blocks import BeakerAccount
+from flows.cli import build_app
+from flows.commands import _attached
+from flows.commands._attached import Attached
 from flows.launch import launch
+from flows.train import train
 from runtime.errors import Interrupted
 from runtime.launch import watching
+from runtime.launch.local import LocalLaunch
+from runtime.rundir.attempt import EXIT_STOPPED
+from runtime.session.status import FAILED as EXIT_FAILED
+from runtime.session.status import RESUMABLE
 from tasks import launch as steps
+from tests.flows.made_run import MadeRun, dead
 from tests.runtime.launch import fake_beaker
 from tests.runtime.launch.fake_beaker import TOKEN, FakeBeaker
 from tests.runtime.launch.submissions import IMAGE, PRESETS
@@ -31,6 +49,7 @@ from tests.runtime.launch.test_beaker_status import CANCELED, FAILED, RUNNING, S
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
 PRESET = PRESETS / "three-node.toml"
+GONE = (sys.executable, "-c", "pass")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +103,15 @@ def succeeded(rank: int) -> Any:
     return job(SUCCEEDED, rank=rank, size=3, exit_code=0)
 
 
+def stopped(rank: int) -> Any:
+    # The leader's guard says so; the others are ended with it.
+    return (
+        job(CANCELED, rank=rank, size=3, code=8)
+        if rank
+        else job(FAILED, rank=rank, size=3, exit_code=EXIT_STOPPED)
+    )
+
+
 def lost(rank: int) -> Any:
     return job(CANCELED, rank=rank, size=3, code=6)
 
@@ -130,3 +158,60 @@ def test_a_failed_attempt_is_not_followed(beaker: FakeBeaker) -> None:
     state = launch(PRESET, [f'launch.image="{IMAGE}"'], beaker=account(beaker), return_state=True)
     assert state.is_failed()
     assert len(beaker.experiments) == 1
+
+
+def test_a_stopped_attempt_cancels_the_flow_and_a_flow_for_it_alone_submits_no_other(
+    beaker: FakeBeaker,
+) -> None:
+    Scheduler(beaker, [stopped]).start()
+    sets = [f'launch.image="{IMAGE}"']
+    for _ in range(2):
+        # The second one, as whoever takes up where the first one broke: it asks for the same.
+        state = launch(PRESET, sets, beaker=account(beaker), attempt=1, return_state=True)
+        assert (state.type.value, state.name) == ("CANCELLED", "Stopped")
+    assert len(beaker.experiments) == 1
+
+
+# -- the train flow beside its command -----------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None) -> Iterator[MadeRun]:
+    """A run whose first attempt trains."""
+    monkeypatch.setattr("runtime.launch.start.LocalLaunch", partial(LocalLaunch, guard=GONE))
+    monkeypatch.setattr(_attached, "quiet_prefect", lambda: None)
+    made = MadeRun(tmp_path)
+    made.begin()
+    made.view()
+    before = signal.getsignal(signal.SIGINT)
+    yield made
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize(("how", "code"), [("stopped", RESUMABLE), ("failed", EXIT_FAILED)])
+def test_what_ended_between_the_command_and_its_flow_is_not_taken_up_again(
+    live: MadeRun, how: str, code: int, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow needs seconds to come up, and more where it brings a server of its own."""
+    context, run_flow = contextvars.copy_context(), Attached._run_flow
+    states: list[str | None] = []
+    monkeypatch.setattr(
+        "flows.train.train", lambda *given, **named: states.append(train(*given, **named).name)
+    )
+
+    def late(attached: Attached) -> None:
+        if how == "stopped":
+            live.end("training", 0, activity="stopped", ended_by="stop")
+        else:
+            live.end("failed", 0, failure=dead())
+        context.run(run_flow, attached)
+
+    monkeypatch.setattr(Attached, "_run_flow", late)
+    given = [command, str(live.file), "--json"]
+    done = CliRunner().invoke(build_app(given), given)
+    assert states == [how.capitalize()], done.stderr
+    assert live.root.attempt_numbers() == [1]
+    answer = json.loads(done.stdout)
+    assert (answer["attempt"], answer["state"]) == (1, "training" if how == "stopped" else how)
+    assert done.exit_code == code

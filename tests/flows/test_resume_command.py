@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 from configs.run import RunSpec
 from flows.cli import build_app
 from flows.commands._following import follow
+from runtime.launch import resume as resuming
 from runtime.launch.local import LocalLaunch
 from runtime.rundir.attempt import AttemptFile
 from runtime.rundir.control import Control
+from runtime.rundir.layout import RunRoot
+from runtime.session.status import Status
 from tests.flows.made_run import MadeRun, dead
 
 GONE = (sys.executable, "-c", "pass")
@@ -54,6 +57,30 @@ def test_a_run_that_stands_still_gets_its_next_attempt(
     frozen = RunSpec.model_validate_json(attempt.run.read_bytes())
     assert frozen.launch.is_detached
     assert frozen.core == made.loaded.spec.core
+
+
+def test_two_who_resume_at_once_make_one_attempt_however_soon_it_ends(
+    made: MadeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.begin()
+    made.end("training", 0, activity="stopped")
+    look, rivals = resuming.look, list[tuple[int, dict]]()
+
+    def late(root: RunRoot) -> Status:
+        seen = look(root)
+        monkeypatch.setattr(resuming, "look", look)
+        rivals.append(resume(made, "--detach"))
+        made.begin()
+        made.end("training", 0, activity="stopped", ended_by="stop")
+        return seen
+
+    monkeypatch.setattr(resuming, "look", late)
+    ours = resume(made, "--detach")
+    assert [(code, answer["how"], answer["attempt"]) for code, answer in (*rivals, ours)] == [
+        (0, "started", 2),
+        (0, "attached", 2),
+    ]
+    assert made.root.attempt_numbers() == [1, 2]
 
 
 def test_the_run_file_may_bring_more_updates(made: MadeRun) -> None:

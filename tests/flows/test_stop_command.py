@@ -62,7 +62,7 @@ def test_ctrl_c_after_the_end_is_for_no_later_epoch(live: MadeRun, how: str) -> 
     """A terminal that still shows the end is not the next run's."""
     control = Control(live.root)
     before = signal.getsignal(signal.SIGINT)
-    attached = Attached(live.root, live.file, [])
+    attached = Attached(live.root, live.file, [], 1)
     with interrupts_stop(live.root) if how == "following" else nullcontext():
         if how == "attached":
             signal.signal(signal.SIGINT, attached._interrupted)

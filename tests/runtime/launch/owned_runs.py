@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 from runtime.clock import Clock
+from runtime.errors import RunError
 from runtime.rundir.chain import Chain
+from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import EndRecord, EpochRecord
 
@@ -45,3 +47,13 @@ def end(root: RunRoot, record: EndRecord) -> None:
     chain = Chain(root)
     chain.read()
     chain.append(record)
+
+
+def ended(state: str, by: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
+    """An end record: ``complete``, ``failed``, or (``training``) stopped by somebody."""
+    failure = Failure.of(error, step="segment/5", time=0.0) if error else None
+    activity = "stopped" if state == "training" else None
+    return EndRecord(
+        epoch=epoch, time=0.0, state=state, activity=activity, ended_by=by, update=3,
+        failure=failure,
+    )  # fmt: skip

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from configs.load import LoadedRun, load_run
 from configs.plan import make_plan
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.submission import Submission
-from runtime.launch.submitting import scheduler_claim, submission_of
 
 PRESETS = Path(__file__).parents[3] / "configs" / "presets"
 IMAGE = "01J9ZK8Q2V7N4R5T6W8XY0ABCD"

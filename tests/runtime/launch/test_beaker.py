@@ -19,9 +19,10 @@ from flows.cli import build_app
 from runtime.errors import CredentialsRefused, LaunchRefused, ServiceUnavailable
 from runtime.launch.beaker import beaker_backend
 from runtime.launch.beaker_document import beaker_document
+from runtime.launch.composing import scheduler_claim, submission_of
 from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass, RankStanding, of_ranks
-from runtime.launch.submitting import Sender, scheduler_claim, submission_of, submit_run
+from runtime.launch.submitting import Sender, submit_run
 from runtime.launch.watching import Watcher, decide
 from runtime.rundir.layout import RunRoot
 from tests.runtime.launch import fake_beaker

@@ -13,8 +13,8 @@ from beaker import beaker_pb2 as pb2
 
 from runtime.errors import Interrupted, Preempted, TrainerLost
 from runtime.launch.beaker_status import CODES, standing_of
-from runtime.launch.standing import AttemptClass, AttemptStanding, with_end
-from runtime.launch.watching import told
+from runtime.launch.standing import AttemptClass, AttemptStanding
+from runtime.launch.telling import told, with_end
 from runtime.rundir.chain import Chain
 from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
@@ -254,7 +254,7 @@ def test_the_attempts_own_last_word_tells_why_it_failed(
 ) -> None:
     failed = standing_of([job(FAILED, exit_code=1)])
     assert with_end(failed, end(error)).kind is kind
-    assert with_end(failed, None).kind is F
+    assert told(failed, None, 1).kind is F
     # Where the scheduler knows that it took the hardware back, that stands.
     assert with_end(standing_of([job(CANCELED, code=1)]), end(error)).kind is PRE
 

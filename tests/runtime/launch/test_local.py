@@ -20,11 +20,17 @@ from runtime.policy import PolicyId
 from runtime.rundir import enter, history
 from runtime.rundir.attempt import AttemptFile, Started, TurnedAway
 from runtime.rundir.chain import Chain
-from runtime.rundir.claims import claim_attempt, read_claim
+from runtime.rundir.claims import (
+    STARTED_WITHIN_S,
+    claim_attempt,
+    make_claim,
+    pending_of,
+    read_claim,
+)
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot, kill_exactly
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
-from runtime.session.answers import Done, Ended
+from runtime.session.answers import Done, Ended, Lost, Running
 from runtime.session.ensure import ensure
 
 SPEC = json.dumps({"core": {"lr": 1e-3, "max_updates": 10}, "name": "t"})
@@ -263,6 +269,24 @@ def test_who_comes_after_a_job_that_was_turned_away_attaches_to_the_owner(root: 
     said = TurnedAway(pid=7, host="there", reason="owned", time=0.0)
     second.turned_away.write_bytes(said.encode())
     assert (start(root).how, start(root).attempt) == ("attached", 1)
+
+
+def test_a_launcher_of_another_host_that_started_no_guard_is_not_waited_for_without_end(
+    root: RunRoot, monkeypatch
+) -> None:
+    root.create()
+    here = make_claim(launcher="local", spec_digest="s", training_digest="t", time=time.time())
+    claim_attempt(root.attempt(1), here.model_copy(update={"host": "elsewhere"}))
+    assert start(root).how == "attached"
+    assert isinstance(ensure(root, "finish", timeout_s=0), Running)
+    later = time.time() + STARTED_WITHIN_S + 1
+    monkeypatch.setattr("runtime.rundir.claims.time.time", lambda: later)
+    lost = ensure(root, "finish", timeout_s=0)
+    assert isinstance(lost, Lost)
+    assert (lost.attempt, start(root, lost_attempt=lost.attempt).attempt) == (1, 2)
+    # One whose guard was started may be at work before it owns the run: it is not given up.
+    root.attempt(1).started.write_bytes(Started(pid=1, started=1.0).encode())
+    assert not pending_of(root.attempt(1), (), HostBoot.here()).is_over
 
 
 def test_a_launcher_that_fails_gives_its_claim_back(root: RunRoot) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from configs.load import LoadedRun, load_run
 from runtime.clock import ManualClock
-from runtime.errors import ContractViolation, Interrupted, OwnedError, RunError
+from runtime.errors import ContractViolation, Interrupted, OwnedError
 from runtime.launch import driving
 from runtime.launch.driving import News, ending
 from runtime.launch.ray_jobs import RayJobs, classify
 from runtime.launch.receipts import Receipts
 from runtime.launch.standing import AttemptClass, AttemptStanding, RankStanding, of_ranks
 from runtime.launch.submitting import Sender
+from runtime.launch.telling import told
 from runtime.launch.watching import (
     MOST_TURNED_AWAY,
     Decision,
@@ -24,14 +25,12 @@ from runtime.launch.watching import (
     Watcher,
     decide,
     decide_turned_away,
-    told,
 )
 from runtime.rundir.chain import Chain
-from runtime.rundir.failure import Failure
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.records import EndRecord
 from runtime.session.ends import End, EndedBy
-from tests.runtime.launch.owned_runs import end, own
+from tests.runtime.launch.owned_runs import end, ended, own
 from tests.runtime.launch.submissions import PRESETS
 
 
@@ -61,15 +60,6 @@ def watcher(root: RunRoot, tmp_path: Path, auto_resume: str = "milepost") -> Wat
     return Watcher(
         loaded, Sender(backend=RayJobs("http://nobody"), receipts=receipts, clock=ManualClock())
     )
-
-
-def ended(state: str, by: str, error: RunError | None = None, *, epoch: int = 1) -> EndRecord:
-    failure = Failure.of(error, step="segment/5", time=0.0) if error else None
-    activity = "stopped" if state == "training" else None
-    return EndRecord(
-        epoch=epoch, time=0.0, state=state, activity=activity, ended_by=by, update=3,
-        failure=failure,
-    )  # fmt: skip
 
 
 ENDS = [

@@ -75,7 +75,13 @@ def main() -> int:
     attempt = AttemptDir(Path(sys.argv[1]))
     deadman.watch(attempt.path)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stopped_by = ["stop"]
+
+    def terminated(*_: object) -> None:
+        stopped_by[:] = ["sigterm"]
+        stop.set()
+
+    signal.signal(signal.SIGTERM, terminated)
     if asked.get("deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "kill_at" in asked:
@@ -112,12 +118,13 @@ def main() -> int:
                 if control.stop_request(epoch.epoch):
                     stop.set()
         if stop.is_set():
-            ended_by = "stop"
+            (ended_by,) = stopped_by
             break
         update += 1
         digest = hashlib.sha256(f"{digest}{update}".encode()).hexdigest()
         if update % every == 0:
             commit(chain, epoch.epoch, update, digest)
+    is_over = ended_by == "max_updates"
     failure = None
     if "fail" in asked:
         error = EngineDead(asked["fail"])
@@ -125,8 +132,8 @@ def main() -> int:
     if not asked.get("silent"):
         Outcome(
             epoch=epoch.epoch,
-            state="failed" if failure else "training" if ended_by == "stop" else "complete",
-            activity="stopped" if ended_by == "stop" and not failure else None,
+            state="failed" if failure else "complete" if is_over else "training",
+            activity=None if is_over or failure else "stopped",
             ended_by="fatal" if failure else ended_by,
             update=update,
             failure=failure,

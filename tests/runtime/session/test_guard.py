@@ -9,15 +9,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runtime.launch.entry import EXIT_REFUSED
 from runtime.rundir import atomic, enter, history, workflow
-from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, GuardFile
+from runtime.rundir.attempt import (
+    EXIT_COMPLETE,
+    EXIT_FAILED,
+    EXIT_NOT_OWNER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    AttemptFile,
+    GuardFile,
+)
 from runtime.rundir.control import Control
 from runtime.rundir.journal import read_rows
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.liveness import Mark
 from runtime.rundir.records import EndRecord
 from runtime.session.deadman import EXIT_GUARD_GONE
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED, keep_results
+from runtime.session.guard import keep_results
 from tests.runtime.session.guards import (
     QUICK_CODE,
     Guard,
@@ -30,7 +39,7 @@ from tests.runtime.session.guards import (
 
 def test_a_run_from_start_to_complete(attempt, records, root: RunRoot) -> None:
     folder = attempt(updates=3, every=2)
-    assert Guard(folder).run() == EXIT_ENDED
+    assert Guard(folder).run() == EXIT_COMPLETE
     kinds = [(r.kind, getattr(r, "update", None)) for r in records()]
     assert kinds == [("epoch", None), ("commit", 0), ("commit", 2), ("end", 3)]
     assert records()[0].lease_s == 1.2
@@ -46,7 +55,7 @@ def test_a_complete_run_starts_nothing(attempt, records) -> None:
     Guard(attempt()).run()
     before = records()
     second = attempt(2)
-    assert Guard(second).run() == EXIT_ENDED
+    assert Guard(second).run() == EXIT_COMPLETE
     assert records() == before
     assert not second.session_log.exists()
 
@@ -54,10 +63,10 @@ def test_a_complete_run_starts_nothing(attempt, records) -> None:
 def test_a_stopped_run_goes_on_where_it_stopped(attempt, records, root: RunRoot) -> None:
     folder = attempt(updates=3, hang_at=2)
     Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
-    assert Guard(folder).run() == EXIT_ENDED
+    assert Guard(folder).run() == EXIT_STOPPED
     assert workflow.read(root).activity == "stopped"
     # The stop was meant for epoch 1: the next one is not stopped by it.
-    assert Guard(attempt(2, updates=3)).run() == EXIT_ENDED
+    assert Guard(attempt(2, updates=3)).run() == EXIT_COMPLETE
     assert history.is_complete(records())
     second = history.newest_epoch(records())
     assert second.restored == "e1.u2"
@@ -70,8 +79,9 @@ def test_sigterm_is_passed_on_and_the_session_ends_in_order(attempt, last_end, r
     guard = start_guard(folder)
     wait_for((folder.path / "hanging").exists, "the session to hang")
     guard.terminate()
-    assert guard.wait(20) == EXIT_ENDED
-    assert (last_end().state, last_end().activity) == ("training", "stopped")
+    assert guard.wait(20) == EXIT_TERMINATED
+    end = last_end()
+    assert (end.state, end.activity, end.ended_by) == ("training", "stopped", "sigterm")
 
 
 def test_a_session_deaf_to_sigterm_is_killed_after_its_grace(attempt, last_end) -> None:
@@ -79,7 +89,7 @@ def test_a_session_deaf_to_sigterm_is_killed_after_its_grace(attempt, last_end) 
     guard = start_guard(folder)
     wait_for((folder.path / "hanging").exists, "the session to hang")
     guard.terminate()
-    assert guard.wait(20) == EXIT_ENDED
+    assert guard.wait(20) == EXIT_TERMINATED
     end = last_end()
     assert (end.state, end.activity, end.ended_by) == ("training", "stopped", "sigterm")
     assert end.failure is None
@@ -92,7 +102,7 @@ def test_stop_now_kills_a_session_that_hangs(attempt, last_end, root: RunRoot) -
     # The dummy would obey any stop file: freeze it, as a hung session would not look.
     os.kill(session_pid(folder), signal.SIGSTOP)
     Control(root).request_stop("now", epoch=1, by="test", time=0.0)
-    assert guard.wait(20) == EXIT_ENDED
+    assert guard.wait(20) == EXIT_STOPPED
     assert last_end().ended_by == "stop_now"
 
 
@@ -132,7 +142,7 @@ def test_the_same_death_twice_has_one_fingerprint(attempt, records) -> None:
 
 def test_descendants_of_the_session_do_not_outlive_it(attempt) -> None:
     folder = attempt(spawn=True)
-    assert Guard(folder).run() == EXIT_ENDED
+    assert Guard(folder).run() == EXIT_COMPLETE
     assert enter.started(int((folder.path / "child.pid").read_text())) is None
 
 
@@ -156,7 +166,7 @@ def test_the_companion_belongs_to_nobody(attempt, root: RunRoot) -> None:
     code = f"import os; open({str(out)!r}, 'w').write(str(sorted(k for k in os.environ)))"
     spec = AttemptFile.read(folder).model_copy(update={"companion": (sys.executable, "-c", code)})
     atomic.write_bytes(folder.attempt, spec.encode())
-    assert Guard(folder).run() == EXIT_ENDED
+    assert Guard(folder).run() == EXIT_COMPLETE
     wait_for(lambda: out.exists() and out.read_text(), "the companion")
     assert "MILEPOST_ATTEMPT_DIR" not in out.read_text()
 
@@ -174,7 +184,7 @@ def test_the_story_is_left_where_the_scheduler_keeps_results(
     if asked:
         wait_for((folder.path / "hanging").exists, "the session to hang")
         os.kill(session_pid(folder), signal.SIGKILL)
-    assert guard.wait(60) == (EXIT_FAILED if asked else EXIT_ENDED)
+    assert guard.wait(60) == (EXIT_FAILED if asked else EXIT_COMPLETE)
     assert (kept / "workflow.json").read_bytes() == root.workflow.read_bytes()
     assert (kept / "journal.jsonl").read_bytes() == root.journal.read_bytes()
     assert (kept / "run.log").exists()
@@ -191,7 +201,7 @@ def test_results_that_cannot_be_kept_leave_the_exit_status_as_it_is(
     )
     atomic.write_bytes(folder.attempt, spec.encode())
     guard = start_guard(folder)
-    assert guard.wait(60) == EXIT_ENDED
+    assert guard.wait(60) == EXIT_COMPLETE
     assert last_end().state == "complete"
     assert "attempt 1: results not kept: " in folder.guard_log.read_text()
 
@@ -217,5 +227,7 @@ def test_a_disk_that_fails_over_the_results_raises_nothing(
     assert said.count("\n") == 1
 
 
-def test_exit_status_of_the_switch_is_its_own() -> None:
-    assert EXIT_GUARD_GONE not in (EXIT_ENDED, EXIT_FAILED, EXIT_NOT_OWNER, 2)
+def test_every_exit_status_says_one_thing() -> None:
+    of_guards = (EXIT_COMPLETE, EXIT_FAILED, EXIT_NOT_OWNER, EXIT_STOPPED, EXIT_TERMINATED)
+    said = [*of_guards, EXIT_GUARD_GONE, EXIT_REFUSED, 2]
+    assert len({*said}) == len(said)

@@ -6,12 +6,18 @@ import signal
 import psutil
 
 from runtime.rundir import atomic, enter, history, workflow
-from runtime.rundir.attempt import EXIT_NOT_OWNER, AttemptFile, TurnedAway
+from runtime.rundir.attempt import (
+    EXIT_COMPLETE,
+    EXIT_NOT_OWNER,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    AttemptFile,
+    TurnedAway,
+)
 from runtime.rundir.control import Control
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
 from runtime.rundir.records import CommitRecord, EndRecord, EpochRecord
-from runtime.session.guard import EXIT_ENDED
 from tests.runtime.session.guards import (
     QUICK_SESSION,
     Guard,
@@ -36,7 +42,7 @@ def test_a_killed_guard_takes_the_session_with_it(attempt, records, root: RunRoo
     assert not alive
     assert "leaves with its children: the guard is gone" in folder.session_log.read_text()
     assert history.current_end(records()) is None
-    assert Guard(attempt(2)).run() == EXIT_ENDED
+    assert Guard(attempt(2)).run() == EXIT_COMPLETE
     assert "vanished" in history.newest_epoch(records()).reason
     check_history(root, records())
 
@@ -50,7 +56,7 @@ def test_a_frozen_session_of_a_dead_guard_is_reaped(attempt, records) -> None:
     guard.kill()
     guard.wait(10)
     assert session.is_running()
-    assert Guard(attempt(2)).run() == EXIT_ENDED
+    assert Guard(attempt(2)).run() == EXIT_COMPLETE
     assert enter.started(session.pid) is None
 
 
@@ -69,10 +75,24 @@ def test_a_second_guard_is_told_who_owns_the_run(attempt, records, root: RunRoot
     mark = TurnedAway.decode(second.turned_away.read_bytes(), second.turned_away)
     assert "attempt 1, epoch 1" in mark.reason
     guard.terminate()
-    assert guard.wait(20) == EXIT_ENDED
+    assert guard.wait(20) == EXIT_TERMINATED
     # The scheduler starts the same attempt again.
-    assert Guard(second).run() == EXIT_ENDED
+    assert Guard(second).run() == EXIT_COMPLETE
     assert not second.turned_away.exists()
+
+
+def test_who_comes_up_after_a_newer_attempt_has_ended_undoes_no_stop(attempt, records) -> None:
+    """A job that waited in a queue for as long as the next attempt lived; or one started again."""
+    late, newer = attempt(1), attempt(2, hang_at=1)
+    Control(newer.root).request_stop("stop", epoch=1, by="test", time=0.0)
+    assert Guard(newer).run() == EXIT_STOPPED
+    before = records()
+    assert Guard(late).run() == EXIT_NOT_OWNER
+    assert records() == before
+    mark = TurnedAway.decode(late.turned_away.read_bytes(), late.turned_away)
+    assert "attempt 2 has owned the run since" in mark.reason
+    assert Guard(attempt(3)).run() == EXIT_COMPLETE
+    assert Guard(late).run() == EXIT_COMPLETE  # nothing is left to be undone
 
 
 def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: RunRoot) -> None:
@@ -84,7 +104,7 @@ def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: 
     session.suspend()
     os.kill(guard.pid, signal.SIGSTOP)
     elsewhere = HostBoot("another-host", "another-boot")
-    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_ENDED
+    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_COMPLETE
     assert session.is_running()
     after = snapshot(root)
     session.resume()
@@ -106,7 +126,7 @@ def test_an_old_session_alone_that_wakes_up_cannot_commit(attempt, records, root
     guard.kill()
     guard.wait(10)
     elsewhere = HostBoot("another-host", "another-boot")
-    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_ENDED
+    assert Guard(attempt(2, updates=4), here=elsewhere).run() == EXIT_COMPLETE
     after = snapshot(root)
     # Its way on is open: the stop file would let the dummy's loop end and write its last words.
     session.send_signal(signal.SIGTERM)
@@ -151,7 +171,7 @@ def test_kill_at_every_write_of_the_guard(attempt, records, root: RunRoot) -> No
         status = killed_guard(folder, operations=number - 1)
         ends = [r for r in records() if isinstance(r, EndRecord)]
         assert len(ends) <= 1
-        if status == EXIT_ENDED:
+        if status == EXIT_COMPLETE:
             break
         assert status == -signal.SIGKILL
         kills += 1
@@ -166,7 +186,7 @@ def test_a_session_that_finds_its_commit_damaged_begins_a_further_epoch(
     Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
     Guard(attempt(updates=9, hang_at=3)).run()
     assert history.committed_update(records()) == 3
-    assert Guard(attempt(2, updates=5, distrusts=[3])).run() == EXIT_ENDED
+    assert Guard(attempt(2, updates=5, distrusts=[3])).run() == EXIT_COMPLETE
     epochs = [(r.epoch, r.attempt, r.restored) for r in records() if r.kind == "epoch"]
     assert epochs == [(1, 1, None), (2, 2, "e1.u3"), (3, 2, "e1.u2")]
     assert records()[-1].epoch == workflow.read(root).epoch == 3

@@ -7,10 +7,10 @@ import pytest
 
 from runtime.errors import DiskFull
 from runtime.rundir import atomic, history, workflow
+from runtime.rundir.attempt import EXIT_COMPLETE, EXIT_FAILED
 from runtime.rundir.control import Control
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.liveness import Mark
-from runtime.session.guard import EXIT_ENDED, EXIT_FAILED
 from runtime.session.guard import Guard as RealGuard
 from runtime.session.succession import Choice
 from tests.runtime.session.guards import Guard, check_history
@@ -39,7 +39,7 @@ def test_the_reserve_makes_room_for_the_end_record(attempt, last_end, root, monk
             raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(atomic, "probe", full)
-    assert Guard(folder).run() == EXIT_ENDED
+    assert Guard(folder).run() == EXIT_COMPLETE
     assert last_end().state == "complete"
     assert not folder.reserve.exists()
 
@@ -50,7 +50,7 @@ def test_a_full_disk_for_the_view_ends_nothing(attempt, records, root, monkeypat
             raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(atomic, "probe", full)
-    assert Guard(attempt()).run() == EXIT_ENDED
+    assert Guard(attempt()).run() == EXIT_COMPLETE
     assert workflow.current(root, records(), now=0.0).state == "complete"
 
 
@@ -71,7 +71,7 @@ def test_an_epoch_that_finds_nothing_to_restore_ends_with_what_was_found(
     assert not second.session_log.exists()
     # Nothing was undone by it: with the files back, the run goes on from where it was.
     assert history.standing_commits(records()) == before
-    assert Guard(attempt(3)).run() == EXIT_ENDED
+    assert Guard(attempt(3)).run() == EXIT_COMPLETE
     check_history(root, records())
 
 
@@ -83,7 +83,7 @@ def test_commits_passed_over_are_named_in_the_epoch(attempt, records, root: RunR
         newest, older = history.standing_commits(records)[:-3:-1]
         return Choice(commit=older, passed_over=(f"{newest.folder}: 3 bytes",))
 
-    assert RealGuard(attempt(2), choose=choose).run() == EXIT_ENDED
+    assert RealGuard(attempt(2), choose=choose).run() == EXIT_COMPLETE
     epoch = history.newest_epoch(records())
     assert epoch.restored == "e1.u1"
     assert "checkpoints/000002-e1: 3 bytes" in epoch.reason
