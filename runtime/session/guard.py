@@ -45,7 +45,7 @@ from runtime.rundir.processes import (
     owned_environment,
     reap,
 )
-from runtime.rundir.records import Activity, EpochRecord
+from runtime.rundir.records import Activity, EpochRecord, Record
 from runtime.session import deadman
 from runtime.session.child import SessionProcess
 from runtime.session.deadman import Switch
@@ -143,10 +143,9 @@ class Guard:
             atomic.sweep(self._root.path)
             remove_scratch(run_key(self._root.path))
             return self._say("the run is complete", EXIT_COMPLETE)
-        if before is not None and before.attempt > self._attempt.number:
-            # Started late, or again: what became of the run since then is not ours to undo.
-            return self._turned_away(f"attempt {before.attempt} has owned the run since")
         if before is not None:
+            if (status := self._left_as_it_is(before, records)) is not None:
+                return status
             self._reap(before.epoch)
             deadman.sweep(self._root.attempt(before.attempt))
         try:
@@ -175,6 +174,24 @@ class Guard:
         # A session that was killed leaves its Ray's folder; no one may come after it.
         remove_scratch(run_key(self._root.path))
         return _status(self._ending().of_session(self._present(epoch), returncode, killed_by))
+
+    def _left_as_it_is(self, before: EpochRecord, records: Sequence[Record]) -> int | None:
+        """Exit status of who was started late, or again, and would undo what became of the run.
+
+        Numbers of attempts are of one root: one that was filled from an object store has epochs of
+        attempts that never were in it, and they may have any number.
+        """
+        newer = self._root.attempt(before.attempt)
+        if newer.number > self._attempt.number and newer.attempt.exists():
+            return self._turned_away(f"attempt {newer.number} has owned the run since")
+        end = history.current_end(records)
+        if end is None or newer.number != self._attempt.number:
+            return None
+        if end.state == "failed" or end.ended_by == EndedBy.SIGTERM:
+            return None
+        # A scheduler starts again what left with another status than 0; a person did not ask.
+        said = f"it has ended as was asked ({end.ended_by}), and is taken up by another attempt"
+        return self._say(said, EXIT_STOPPED)
 
     def _present(self, taken: EpochRecord) -> int:
         """Our present epoch: the one taken, or a later one that our session began for us.

@@ -1,6 +1,7 @@
 """Guards and sessions that are killed, frozen or overtaken: what no kill can make them write."""
 
 import os
+import shutil
 import signal
 
 import psutil
@@ -93,6 +94,32 @@ def test_who_comes_up_after_a_newer_attempt_has_ended_undoes_no_stop(attempt, re
     assert "attempt 2 has owned the run since" in mark.reason
     assert Guard(attempt(3)).run() == EXIT_COMPLETE
     assert Guard(late).run() == EXIT_COMPLETE  # nothing is left to be undone
+
+
+def test_who_is_started_again_after_a_stop_undoes_no_stop(attempt, records) -> None:
+    """A scheduler that tries again whatever left with another status than 0."""
+    folder = attempt(hang_at=1)
+    Control(folder.root).request_stop("stop", epoch=1, by="test", time=0.0)
+    assert Guard(folder).run() == EXIT_STOPPED
+    before = records()
+    assert Guard(folder).run() == EXIT_STOPPED
+    assert records() == before
+    assert Guard(attempt(2)).run() == EXIT_COMPLETE
+
+
+def test_a_root_filled_from_a_copy_is_taken_up_whatever_attempts_the_lost_machine_had(
+    attempt, records, root: RunRoot
+) -> None:
+    lost = attempt(3, hang_at=1)
+    Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
+    assert Guard(lost).run() == EXIT_STOPPED
+    # All that a new machine has of them is the chain, up to an epoch or a commit.
+    (root.chain / f"{records()[-1].seq}.json").unlink()
+    shutil.rmtree(lost.path)
+    first = attempt(1)
+    assert Guard(first).run() == EXIT_COMPLETE
+    assert history.newest_epoch(records()).attempt == 1
+    assert not first.turned_away.exists()
 
 
 def test_a_frozen_owner_writes_nothing_after_a_takeover(attempt, records, root: RunRoot) -> None:
