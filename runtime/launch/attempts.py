@@ -24,7 +24,7 @@ from runtime.rundir.claims import (
 from runtime.rundir.layout import AttemptDir, RunRoot
 from runtime.rundir.presence import Presence
 from runtime.rundir.processes import HostBoot
-from runtime.rundir.records import Record
+from runtime.rundir.records import EpochRecord, Record
 
 _MOST_DIFFERENCES = 20
 _HIDDEN = ("launch.env", "launch.secrets")
@@ -97,7 +97,10 @@ def ask(root: RunRoot, *, clock: Clock, here: HostBoot, lost_attempt: int | None
     if is_live and Presence(root, clock=clock, here=here).gone(records) is None:
         claim = read_claim(root.attempt(last))
         return Asked(how="attached", attempt=last, records=records, claim=claim)
-    following = max(last, newest.number if newest else 0) + 1
+    # Not of the newest epoch alone: a root that was filled from an object store begins with number
+    # 1 again, beside the epochs of the machine that was lost.
+    owned = max((r.attempt for r in records if isinstance(r, EpochRecord)), default=0)
+    following = max(owned, newest.number if newest else 0) + 1
     return Asked(how="started", attempt=following, records=records)
 
 

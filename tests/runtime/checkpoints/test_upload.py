@@ -210,6 +210,24 @@ def test_damage_in_the_store_is_found_on_reading_and_the_commit_before_is_taken(
     assert not list(empty.checkpoints.glob(".*"))
 
 
+def test_a_gap_in_the_history_of_prompts_keeps_no_commit_from_the_store(root, bucket, tmp_path):
+    """A session that must tell of a rewind would be held by it for ever."""
+    older, restored, undone = commits(root)[-3:]
+    for commit in (older, undone):
+        for entry in commit.files:
+            if entry.name.startswith("ledger/") == (commit is older):
+                folder = root.path if commit is older else root.path / commit.folder
+                (folder / entry.name).unlink()
+    take_over(root, restored=restored)
+    make_known(root, bucket, keep=1)
+    empty = new_root(tmp_path / "elsewhere")
+    assert restore_copy(empty, bucket) == restored
+    for each in (root, empty):
+        found = find_restorable(each, Chain(each).read())
+        assert found.commit == restored
+        assert found.history_gap is not None
+
+
 def test_a_copy_without_a_whole_commit_starts_nothing_over(root, bucket, tmp_path):
     newest = commits(root)[-1]
     upload(root, bucket, newest, keep=1)

@@ -242,6 +242,14 @@ def test_a_dead_owner_of_this_host_is_succeeded(root: RunRoot) -> None:
     assert start(root).attempt == 2
 
 
+def test_a_number_that_ever_owned_the_run_is_not_given_again(root: RunRoot) -> None:
+    """A root filled from a copy begins with attempt 1, beside the epochs of a lost machine."""
+    root.create()
+    own(root, 3, host="lost")
+    own(root, 1, started=1.0)
+    assert start(root).attempt == 4
+
+
 def test_an_owner_elsewhere_is_succeeded_only_by_who_found_it_lost(root: RunRoot) -> None:
     start(root)
     own(root, 1, host="elsewhere")

@@ -35,7 +35,9 @@ def run(root: RunRoot) -> Run:
 def attempt(root: RunRoot) -> Callable[..., AttemptDir]:
     """Make attempt n of the dummy session; keywords are what the dummy is asked."""
 
-    def make(number: int = 1, *, grace_s: float = 30.0, **asked: object) -> AttemptDir:
+    def make(
+        number: int = 1, *, grace_s: float = 30.0, lease_s: float = LEASE_S, **asked: object
+    ) -> AttemptDir:
         folder = root.attempt(number)
         folder.path.mkdir(exist_ok=True)
         spec = AttemptFile(
@@ -43,7 +45,7 @@ def attempt(root: RunRoot) -> Callable[..., AttemptDir]:
             training_digest="t",
             session=(sys.executable, str(DUMMY)),
             env={"DUMMY": json.dumps({"updates": 3, **asked}), "PYTHONPATH": str(Path.cwd())},
-            lease_s=LEASE_S,
+            lease_s=lease_s,
             grace_s=grace_s,
         )
         atomic.write_bytes(folder.attempt, spec.encode())

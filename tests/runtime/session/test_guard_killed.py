@@ -30,6 +30,9 @@ from tests.runtime.session.guards import (
     wait_for,
 )
 
+UNLOST_S = 60.0
+"""A lease that a busy machine keeps, where nobody waits for one that is dead."""
+
 
 def test_a_killed_guard_takes_the_session_with_it(attempt, records, root: RunRoot) -> None:
     folder = attempt(hang_at=1, spawn=True)
@@ -84,7 +87,7 @@ def test_a_second_guard_is_told_who_owns_the_run(attempt, records, root: RunRoot
 
 def test_who_comes_up_after_a_newer_attempt_has_ended_undoes_no_stop(attempt, records) -> None:
     """A job that waited in a queue for as long as the next attempt lived; or one started again."""
-    late, newer = attempt(1), attempt(2, hang_at=1)
+    late, newer = attempt(1), attempt(2, hang_at=1, lease_s=UNLOST_S)
     Control(newer.root).request_stop("stop", epoch=1, by="test", time=0.0)
     assert Guard(newer).run() == EXIT_STOPPED
     before = records()
@@ -98,7 +101,7 @@ def test_who_comes_up_after_a_newer_attempt_has_ended_undoes_no_stop(attempt, re
 
 def test_who_is_started_again_after_a_stop_undoes_no_stop(attempt, records) -> None:
     """A scheduler that tries again whatever left with another status than 0."""
-    folder = attempt(hang_at=1)
+    folder = attempt(hang_at=1, lease_s=UNLOST_S)
     Control(folder.root).request_stop("stop", epoch=1, by="test", time=0.0)
     assert Guard(folder).run() == EXIT_STOPPED
     before = records()
@@ -110,7 +113,7 @@ def test_who_is_started_again_after_a_stop_undoes_no_stop(attempt, records) -> N
 def test_a_root_filled_from_a_copy_is_taken_up_whatever_attempts_the_lost_machine_had(
     attempt, records, root: RunRoot
 ) -> None:
-    lost = attempt(3, hang_at=1)
+    lost = attempt(3, hang_at=1, lease_s=UNLOST_S)
     Control(root).request_stop("stop", epoch=1, by="test", time=0.0)
     assert Guard(lost).run() == EXIT_STOPPED
     # All that a new machine has of them is the chain, up to an epoch or a commit.
