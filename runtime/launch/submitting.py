@@ -21,6 +21,7 @@ from runtime.rundir.attempt import Claim
 from runtime.rundir.claims import newest_claimed, read_claim
 from runtime.rundir.layout import RunRoot
 from runtime.rundir.processes import HostBoot
+from runtime.rundir.records import EpochRecord
 
 SENT_WITHIN_S = 900.0
 """Of its claim an attempt is at its scheduler, or its submitter has given up or died."""
@@ -51,23 +52,17 @@ def submit_run(
         loaded: the run file.
         sender: where to, and what is recorded.
         reason: for the epoch record.
-        lost_attempt: an attempt that its scheduler says is over; see ``win_or_attach``.
+        lost_attempt: an attempt that its scheduler says is over; see ``win_or_attach``. None: nor
+            is one attached to that its scheduler says is over before it owned the run.
 
     Raises:
         LaunchRefused: if a check fails; nothing was sent.
         ConfigError: if the root belongs to another training.
         ServiceUnavailable: if the scheduler did not answer; the same call again is safe.
     """
-    plan = make_plan(loaded)
     root = RunRoot.of(loaded.spec.output.root)
     spec_json = loaded.spec.model_dump_json()
-    claim = scheduler_claim(sender.backend.name, spec_json, plan)
-
-    def made(attempt: int) -> Submission:
-        return submission_of(
-            loaded, plan, attempt=attempt, image=sender.image, claim=claim, reason=reason
-        )
-
+    claim, made = _making(loaded, sender, reason)
     # Everything that can be refused is, before a number is taken; the document is the same but for
     # the number.
     refuse(sender.backend, made(1))
@@ -78,7 +73,8 @@ def submit_run(
         return _send(standing, sender)
     here = HostBoot.here()
     asked = ask(root, clock=sender.clock, here=here, lost_attempt=lost_attempt)
-    if _was_never_sent(asked, root, claim, sender, made):
+    is_unowned = lost_attempt is None and _ended_unowned(asked, sender, made)
+    if is_unowned or _was_never_sent(asked, root, claim, sender, made):
         lost_attempt = asked.attempt
     launch, attempt = win_or_attach(
         root, claim, spec_json, clock=sender.clock, here=here, lost_attempt=lost_attempt
@@ -93,11 +89,31 @@ def asked_attempt(loaded: LoadedRun, sender: Sender) -> int:
 
     Takes and writes nothing. Whoever submits it as the one after its predecessor, once or again,
     gets that attempt, however it stands by then.
+
+    Raises:
+        ServiceUnavailable: if the scheduler did not answer.
     """
     root = RunRoot.of(loaded.spec.output.root)
     if not is_reachable(loaded, root):
         return _next_by_receipts(sender, root, None)
-    return ask(root, clock=sender.clock, here=HostBoot.here()).attempt
+    asked = ask(root, clock=sender.clock, here=HostBoot.here())
+    _, made = _making(loaded, sender, "start")
+    return asked.attempt + 1 if _ended_unowned(asked, sender, made) else asked.attempt
+
+
+def _making(
+    loaded: LoadedRun, sender: Sender, reason: str
+) -> tuple[Claim, Callable[[int], Submission]]:
+    """The claim of a run's attempts at this scheduler, and how each is made from its number."""
+    plan = make_plan(loaded)
+    claim = scheduler_claim(sender.backend.name, loaded.spec.model_dump_json(), plan)
+
+    def made(attempt: int) -> Submission:
+        return submission_of(
+            loaded, plan, attempt=attempt, image=sender.image, claim=claim, reason=reason
+        )
+
+    return claim, made
 
 
 def refuse(backend: LaunchBackend, submission: Submission) -> None:
@@ -141,6 +157,23 @@ def _standing_submission(
     is_same = last.spec_digest == spec_digest(spec_json)
     is_open = newest is not None and newest.number == last.attempt and not newest.attempt.exists()
     return made(last.attempt) if is_same and is_open else None
+
+
+def _ended_unowned(asked: Asked, sender: Sender, made: Callable[[int], Submission]) -> bool:
+    """Whether the job of an attempt is over that never owned the run: no history will say so.
+
+    Its image, its host or its group was refused before its guard began, or a person canceled it.
+    """
+    claim = asked.claim
+    if claim is None or claim.launcher != sender.backend.name:
+        return False
+    if any(isinstance(r, EpochRecord) and r.attempt == asked.attempt for r in asked.records):
+        return False
+    receipt = _receipt(made(asked.attempt), sender)
+    receipt = sender.receipts.read(receipt.run, Path(receipt.root), receipt.attempt) or receipt
+    standing = sender.backend.look(receipt)
+    was_there = standing.is_known or receipt.job is not None
+    return was_there and standing.kind.is_over and all(each.kind.is_over for each in standing.ranks)
 
 
 def _was_never_sent(

@@ -20,7 +20,7 @@ from runtime.faults.points import POINTS
 from runtime.launch.attempts import Launch
 from runtime.launch.standing import AttemptClass
 from runtime.launch.submitting import SENT_WITHIN_S, asked_attempt
-from tests.contracts.launch_worlds import SchedulerWorld
+from tests.contracts.launch_worlds import Outcome, SchedulerWorld
 from tests.runtime.launch.owned_runs import end, ended, own
 
 SENDING = tuple(p.name for p in POINTS if p.where == "runtime.launch.submitting:_send")
@@ -125,3 +125,25 @@ def test_another_run_file_is_not_kept_from_running_by_a_claim_that_nobody_sends(
         # Its own comes too late now.
         with pytest.raises(ConfigError, match="trains something else"):
             asks(scheduler, False, None, "one")
+
+
+@pytest.mark.parametrize("outcome", ["failed", "canceled", "taken"])
+@pytest.mark.parametrize("by", ["one", "other"])
+def test_an_attempt_that_was_over_before_it_owned_the_run_keeps_nobody_from_running_it(
+    scheduler: SchedulerWorld, outcome: Outcome, by: str
+) -> None:
+    """An image that could not be fetched, a host that was refused: nothing of it is in the run."""
+    loaded = scheduler.loaded()
+    assert scheduler.launch(loaded).attempt == 1
+    sender = scheduler.sender(by=by)
+    key = scheduler.submission(loaded).key
+    for alive in (None, "running"):
+        if alive is not None:
+            scheduler.become(key, "running")
+        assert asked_attempt(loaded, sender) == scheduler.launch(loaded, by=by).attempt == 1
+    scheduler.become(key, outcome)
+    # Whoever follows that attempt has it, over as it is; who asks for the run gets the next one.
+    assert scheduler.launch(loaded, lost_attempt=0, by=by).attempt == 1
+    assert asked_attempt(loaded, sender) == scheduler.launch(loaded, by=by).attempt == 2
+    assert asked_attempt(loaded, sender) == scheduler.launch(loaded, by=by).attempt == 2
+    assert scheduler.attempts() == [1, 2]
