@@ -58,9 +58,15 @@ def with_end(standing: AttemptStanding, end: EndRecord) -> AttemptStanding:
         return standing
     if end.state == "complete":
         return replace(standing, kind=AttemptClass.SUCCEEDED, reason="")
+    failure = end.failure
+    was_asked = failure is None and end.state != "failed" and end.ended_by != EndedBy.SIGTERM
+    if was_asked:
+        # Whatever took the rest of it away afterwards: nobody is to go on from there unasked.
+        activity = end.activity or "stopped"
+        reason = f"{activity} at update {end.update}, ended by {end.ended_by}"
+        return replace(standing, kind=AttemptClass.CANCELED, reason=reason, activity=activity)
     if standing.kind not in _SILENT:
         return standing
-    failure = end.failure
     if failure is not None and failure.retry is RetryBy.LAUNCH:
         is_preempted = failure.error_class == "Preempted"
         kind = AttemptClass.PREEMPTED if is_preempted else AttemptClass.INTERRUPTED
@@ -68,11 +74,7 @@ def with_end(standing: AttemptStanding, end: EndRecord) -> AttemptStanding:
     if failure is not None or end.state == "failed":
         reason = failure.message if failure is not None else f"ended by {end.ended_by}"
         return replace(standing, kind=AttemptClass.FAILED, reason=reason)
-    if end.ended_by == EndedBy.SIGTERM:
-        return _terminated(standing, f" at update {end.update}")
-    activity = end.activity or "stopped"
-    reason = f"{activity} at update {end.update}, ended by {end.ended_by}"
-    return replace(standing, kind=AttemptClass.CANCELED, reason=reason, activity=activity)
+    return _terminated(standing, f" at update {end.update}")
 
 
 def end_of(records: Sequence[Record], attempt: int) -> EndRecord | None:

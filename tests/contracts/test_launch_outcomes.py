@@ -61,6 +61,26 @@ def test_an_end_record_decides_and_no_exit_status(
         assert standing.activity == ("stopped" if kind is AttemptClass.CANCELED else None)
 
 
+@pytest.mark.parametrize("how", ["stopped", "parked"])
+def test_what_was_stopped_stays_so_whatever_takes_its_rest_away(
+    scheduler: SchedulerWorld, how: str
+) -> None:
+    """Its cluster was ended after it, or its hardware taken as it left."""
+    record, kind, follows = ENDS[how]
+    loaded = scheduler.loaded()
+    scheduler.launch(loaded)
+    own(scheduler.root, attempt=1)
+    end(scheduler.root, record)
+    key = scheduler.submission(loaded).key
+    watcher = scheduler.watcher(loaded)
+    scheduler.become(key, "taken")
+    taken = watcher.look(1)
+    scheduler.forget(key)
+    for standing in (taken, watcher.look(1)):
+        assert (standing.kind, standing.activity) == (kind, "stopped")
+        assert watcher.decide(1, standing).what == follows
+
+
 @pytest.mark.parametrize("is_owner", [False, True], ids=["never the owner", "the owner"])
 def test_without_an_end_record_no_attempt_has_succeeded(
     scheduler: SchedulerWorld, is_owner: bool, monkeypatch: pytest.MonkeyPatch
