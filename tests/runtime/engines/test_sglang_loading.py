@@ -207,6 +207,35 @@ def test_one_call_brings_all_buckets_to_every_engine(kind: Any, make: Any, keep_
     anyio.run(main)
 
 
+class Odd(nn.Module):
+    """Half as wide and of odd length first: nothing after it begins where its dtype may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.randn(3).to(torch.bfloat16))
+        self.wide = nn.Parameter(torch.randn(5))
+
+
+Llama = type("LlamaForCausalLM", (Odd,), {})
+
+
+def test_tensors_of_several_dtypes_arrive_in_one_bucket() -> None:
+    async def main() -> None:
+        trainer, model = ModelTrainer(Odd()), Llama()
+        client: Any = PluginClient(hooked(newer, model))
+        transport = BroadcastTransport(trainer, group_timeout_s=30.0)
+        snapshot = await transport.prepare(PolicyId(1, 1))
+        (outcome,) = await transport.transfer(
+            snapshot, [Target(slot=0, incarnation="i", client=client)], flush=False, deadline_s=60
+        )
+        assert outcome.error is None
+        assert client.calls == [[2]]
+        assert checksums(Held.by(model).tensors.items()) == snapshot.digests["sha256"]
+        await transport.close()
+
+    anyio.run(main)
+
+
 @pytest.mark.parametrize("make", [older, newer])
 def test_a_refusal_is_told_and_the_next_publication_goes_through(make: Any) -> None:
     async def main() -> None:
