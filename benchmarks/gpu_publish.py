@@ -35,6 +35,7 @@ from benchmarks.gpu_links import timed
 from benchmarks.gpu_task import GPU_ARGS, make_model
 from runtime.engines.client import HttpEngineClient
 from runtime.engines.protocol import GenerateRequest, SamplingSettings
+from runtime.engines.sglang.inside.timing import MARK
 from runtime.engines.sglang.owner import SglangOwner
 from runtime.engines.sglang.settings import SglangSettings
 from runtime.policy import PolicyId
@@ -46,8 +47,6 @@ from runtime.publication.transaction import Publisher
 from runtime.trainer.local import LocalGroup
 from runtime.trainer.settings import LossSettings, OptimizerSettings, TrainerSettings
 
-MARK = "milepost.took "
-"""Of the lines in which an engine says what its part took (``inside.timing``)."""
 FORMS = ("own", "engine's")
 FIRE = "own form under fire"
 WARM = 2

@@ -43,7 +43,7 @@ def settle_transport(spec: RunSpec) -> tuple[Transport, str]:
 def settle_attention(spec: RunSpec, profile: ClusterProfile | None) -> tuple[str, str]:
     """What the job's GPUs must be able to run; ``auto`` where only the job can see its GPU."""
     chosen = spec.core.attention_backend
-    used = trainer_attention(spec)
+    used = trainer_attention(spec, None if profile is None else profile.attention)
     if chosen != "auto":
         return chosen, f"set; {used}"
     if spec.launch.gpus_per_replica == 0:
@@ -54,8 +54,13 @@ def settle_attention(spec: RunSpec, profile: ClusterProfile | None) -> tuple[str
     return "auto", f"no cluster profile; the preflight takes {by_gpu}; {used}"
 
 
-def trainer_attention(spec: RunSpec) -> str:
-    """What the trainer computes attention with, whatever its GPUs could run besides."""
+def trainer_attention(spec: RunSpec, able: str | None) -> str:
+    """What the trainer computes attention with, whatever its GPUs could run besides.
+
+    Args:
+        spec: the run.
+        able: the backend that its GPUs are for; None where that is not known yet.
+    """
     if spec.core.backend != "torch":
         return f"the {spec.core.backend} trainer uses it"
     own = "torch's own scaled_dot_product_attention"
@@ -65,7 +70,7 @@ def trainer_attention(spec: RunSpec) -> str:
     chosen = spec.core.attention_backend
     if chosen in ("flash_3", "flash_4"):
         return "the torch trainer uses flash-attn-4"
-    if chosen == "auto":
+    if chosen == "auto" and able in (None, "flash_3", "flash_4"):
         return f"the torch trainer uses flash-attn-4 where it is installed, otherwise {own}"
     return f"the torch trainer uses {own}"
 

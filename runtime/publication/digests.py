@@ -26,7 +26,7 @@ class Digests:
     def __init__(self, hashes: Iterable[WeightHash], total_bytes: int, ahead_bytes: int) -> None:
         wanted = frozenset(hashes)
         self._sums = Checksums(total_bytes, ahead_bytes) if "sha256" in wanted else None
-        self._tiles = Tiles() if "mix64" in wanted else None
+        self._tiles = Tiles(ahead_bytes) if "mix64" in wanted else None
         self.num_bytes = 0
         """Bytes of all tensors so far."""
 

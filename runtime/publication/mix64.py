@@ -65,7 +65,7 @@ class Tiles:
             return {}
         # Sums of all at once, by differences of running sums: a kernel each would take longer
         # than the tiles. Sums wrap, and only their lowest 64 bits count.
-        running = torch.cat([torch.zeros_like(self._tiles[0][:1]), *self._tiles]).cumsum(0).cpu()
+        running = torch.cat([self._tiles[0].new_zeros(1), *self._tiles]).cumsum(0).cpu()
         ends = torch.tensor(self._lengths).cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         totals: list[int] = (running[ends] - running[starts]).tolist()

@@ -44,14 +44,41 @@ class Packed:
         return cls(torch.cat(parts), tuple((t.dtype, t.shape) for t in tensors))
 
     def tensors(self) -> list[torch.Tensor]:
-        """As they were, in the same memory."""
+        """As they were; in the same memory, but for those that lie askew in it."""
         found: list[torch.Tensor] = []
         at = 0
         for dtype, shape in self.shapes:
             end = at + dtype.itemsize * shape.numel()
-            found.append(self.flat[at:end].view(dtype).view(shape))
+            part = self.flat[at:end]
+            # Without gaps a tensor may begin where its dtype cannot.
+            part = part.clone() if at % dtype.itemsize else part
+            found.append(part.view(dtype).view(shape))
             at = end
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """One bucket as it was exported: packed when it is sent."""
+
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """A copy, as ``Packed`` has it."""
+        return Packed.of(list(self.parts)).flat
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As they are."""
+        return [tensor.detach().contiguous() for tensor in self.parts]
+
+
+def _kept(tensors: list[torch.Tensor]) -> Packed | Loose:
+    """Packed, if there is memory for a copy."""
+    try:
+        return Packed.of(tensors)
+    except torch.OutOfMemoryError:
+        return Loose(tuple(tensors))
 
 
 class BroadcastSender:
@@ -62,9 +89,9 @@ class BroadcastSender:
         rank: of the trainer; 0 sends.
         bucket_bytes: size of a bucket at most; a larger tensor goes alone.
         keep_bytes: weights up to this size are gathered and packed once, before engines pause, and
-            kept for the sending; larger ones are gathered a second time then. None: ``KEEP_BYTES``
-            on GPUs, where gathering takes far longer than sending, and nothing on a CPU. Equal on
-            all ranks.
+            kept for the sending until ``forget``; larger ones are gathered a second time then.
+            None: ``KEEP_BYTES`` on GPUs, where gathering takes far longer than sending, and nothing
+            on a CPU. Equal on all ranks.
     """
 
     def __init__(
@@ -78,7 +105,7 @@ class BroadcastSender:
         if keep_bytes is None:
             keep_bytes = KEEP_BYTES if torch.cuda.is_available() else 0
         self._keep_bytes = keep_bytes
-        self._kept: list[Packed] | None = None
+        self._kept: list[Packed | Loose] | None = None
         """Buckets of the last description, empty on ranks that do not send; None: not kept."""
         self._backend = backend
         self._rank = rank
@@ -98,18 +125,22 @@ class BroadcastSender:
         self._kept = None  # first: what is packed now takes its memory
         total = sum(spec_bytes(spec) for spec in self._backend.weight_specs())
         buckets: list[tuple[TensorSpec, ...]] = []
-        kept: list[Packed] = []
+        kept: list[Packed | Loose] = []
         keeps = total <= self._keep_bytes
         with Digests(kinds, total, self._bucket_bytes) as sums:
             for bucket in self._backend.export_weights(self._bucket_bytes):
                 buckets.append(tuple(spec_of(name, tensor) for name, tensor in bucket))
                 if keeps and self._rank == 0:
-                    kept.append(Packed.of([tensor for _, tensor in bucket]))
+                    kept.append(_kept([tensor for _, tensor in bucket]))
                 for name, tensor in bucket:
                     sums.add(name, tensor.detach().contiguous())
             digests = sums.result()
         self._kept = kept if keeps else None
         return Description(digests=digests, buckets=tuple(buckets), num_bytes=sums.num_bytes)
+
+    def forget(self) -> None:
+        """Let go of what was kept: the weights change, and what changes them needs the memory."""
+        self._kept = None
 
     def free_port(self, host: str) -> int:
         """A port for the store of the next group; nobody else gets it until ``open_group`` is over.
@@ -160,21 +191,28 @@ class BroadcastSender:
             RuntimeError: if a peer is gone, ``abort`` was called (before, too), or the group's
                 timeout passed.
         """
-        error: RuntimeError | None = None
+        # As text: whoever called keeps it, and it must not keep the group alive with it, since
+        # peers learn of an abort only when the group is gone.
+        error: str | None = None
         # Kept ones at once; others one by one, so that no more than one is held.
-        step = count if self._kept is not None else 1
+        is_packed = self._kept is not None and all(isinstance(k, Packed) for k in self._kept)
+        step = count if is_packed else 1
         for at in range(index, index + count, step):
+            # Taken whatever went wrong: the other ranks are in this export, and would wait for us.
             try:
-                sending = self._start(range(at, at + step), flat, sends=error is None)
-                # An error raised here is kept by whoever called; it must not keep the group alive
-                # with it, since peers learn of an abort only when the group is gone.
-                if sending is not None:
-                    sending.result()
-            except RuntimeError as exc:
-                # The other ranks walk on through the export and would wait for us.
-                error = error or exc
+                taken = [self._take(i) for i in range(at, at + step)]
+            except Exception as exc:
+                if error is None:
+                    raise
+                raise RuntimeError(error) from exc
+            if self._rank == 0 and error is None:
+                try:
+                    self._start(taken, flat).result()
+                except RuntimeError as exc:  # out of memory, too
+                    error = str(exc)
+            del taken  # before the next one is gathered
         if error is not None:
-            raise error
+            raise RuntimeError(error)
 
     def abort(self) -> None:
         """Leave the group; a broadcast under way fails here at once. Idempotent.
@@ -198,16 +236,13 @@ class BroadcastSender:
                 self._port = None
         held.close()
 
-    def _start(self, indices: range, flat: bool, *, sends: bool) -> Future[None] | None:
-        """Take the next buckets and begin to send them; None where nothing is sent."""
+    def _start(self, taken: list[Packed | Loose], flat: bool) -> Future[None]:
+        """Begin to send these."""
         with self._lock:
             group = self._group
-        # Taken without a group too: the other ranks are in this export, and would wait for us.
-        tensors = [tensor for index in indices for tensor in self._take(index, flat)]
-        if self._rank != 0 or not sends:
-            return None
         if group is None:
             raise RuntimeError("there is no group: it was left before this bucket")
+        tensors = [t for each in taken for t in ([each.flat] if flat else each.tensors())]
         sending: Future[None] = Future()
         with self._lock:
             self._sending = sending
@@ -217,8 +252,8 @@ class BroadcastSender:
         ).start()
         return sending
 
-    def _take(self, index: int, flat: bool) -> list[torch.Tensor]:
-        """What is sent of the next bucket; nothing on ranks that do not send."""
+    def _take(self, index: int) -> Packed | Loose:
+        """The next bucket; an empty one on ranks that do not send."""
         if index == 0:
             self._next = 0
             self._export = (
@@ -230,16 +265,11 @@ class BroadcastSender:
         if self._kept is not None:
             if self._rank == 0 and index >= len(self._kept):
                 raise ContractViolation(f"there is no bucket {index}")
-            if self._rank != 0:
-                return []
-            return [self._kept[index].flat] if flat else self._kept[index].tensors()
+            return self._kept[index] if self._rank == 0 else Loose(())
         bucket = next(self._export, None)
         if bucket is None:
             raise ContractViolation(f"the export ended before bucket {index}")
-        if self._rank != 0:
-            return []
-        tensors = [tensor.detach().contiguous() for _, tensor in bucket]
-        return [Packed.of(tensors).flat] if flat else tensors
+        return Loose(tuple(t for _, t in bucket) if self._rank == 0 else ())
 
 
 def _send(group: CollectiveGroup, tensors: list[torch.Tensor], sending: Future[None]) -> None:

@@ -34,6 +34,7 @@ from runtime.trainer.torch.backend import TorchTrainer
 from runtime.trainer.torch.ranks import Ranks
 
 T = TypeVar("T")
+_CHANGING = frozenset({"load", "train_step", "restore"})
 _SENDING = frozenset({"describe", "open_group", "send_bucket"})
 _PUBLISHING = _SENDING | {"write_snapshot", "share_weights", "write_adapter", "digest_base"}
 
@@ -100,6 +101,8 @@ class RankServer:
         return self._once(self._writes, operation, lambda: self.backend.write_staged(token, folder))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method in _CHANGING:
+            self._sender.forget()
         if method not in _PUBLISHING:
             return getattr(self.backend, method)(*args, **kwargs)
         with stacks_of_this_rank(self._ranks.rank, self._ranks.device, method):

@@ -80,7 +80,7 @@ def preflight(
     check_space(root, _checkpoint_bytes(plan))
     names = ", ".join(sorted({gpu.name for gpu in ours}))
     said.append(f"{len(seen)} x {names}, driver {ours[0].driver}")
-    said.append(f"attention: they run {backend}; {trainer_attention(spec)}")
+    said.append(f"attention: they run {backend}; {trainer_attention(spec, backend)}")
     said.append(f"interfaces {', '.join(chosen.interfaces)}")
     sys.stdout.write("".join(f"preflight: {line}\n" for line in said))
     return settled

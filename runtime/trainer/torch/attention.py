@@ -84,7 +84,8 @@ def _attend(
 ) -> Tensor:
     """[1, T, H, D] of a whole row, in the shape that was chosen for it."""
     heads, head_dim = query_1HTD.shape[1], query_1HTD.shape[3]
-    if packed.kernel == "cute" or packed.shape == "ragged":
+    is_whole = packed.kernel == "cute" and packed.shape == "rectangular"
+    if is_whole or packed.shape == "ragged":
         scale = head_dim**-0.5 if scaling is None else scaling
         return _as_it_lies(query_1HTD, key_1KTD, value_1KTD, packed, scale)
     group = _view if packed.shape == "rectangular" else _regroup

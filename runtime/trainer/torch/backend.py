@@ -66,12 +66,12 @@ class TorchTrainer:
         settings = self.settings
         self.ranks.share_rows(settings.context)
         dtype = getattr(torch, settings.dtype)
+        if settings.deterministic:  # before the first product, or torch would not see it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         heads = [_heads(path) for path in (model_path, *self._frozen_paths(model_path))]
         self._cute = cute.settle(settings.kernels, self.ranks.device, dtype, heads)
         torch.manual_seed(settings.seed + self.ranks.rank)
-        if settings.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
         lora = settings.lora
         scorer = self._load_scorer(model_path, trained=True)
         if lora is not None:

@@ -108,7 +108,7 @@ def kind_of(module: nn.Module) -> str:
     """Digest of all that a graph may have been made for, the values of weights left out.
 
     Classes and plain attributes of the module and those in it, the model's configuration, names,
-    shapes, dtypes and devices of tensors, and which of them train.
+    shapes, strides, dtypes and devices of tensors, and which of them train.
     """
     facts = [[name, *_facts(inner)] for name, inner in module.named_modules()]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
@@ -120,7 +120,8 @@ def _facts(module: nn.Module) -> Iterator[Any]:
     tensors = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
     for name, value in sorted([*vars(module).items(), *chain(*tensors)], key=itemgetter(0)):
         if isinstance(value, torch.Tensor):
-            yield name, list(value.shape), value.dtype, value.device, value.requires_grad
+            about = value.dtype, value.device, value.requires_grad
+            yield name, list(value.shape), value.stride(), *about
         elif isinstance(value, PretrainedConfig):
             described = value.to_dict()
             described.pop("_name_or_path", None)

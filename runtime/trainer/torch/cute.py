@@ -14,10 +14,11 @@ against plain torch (``cute_check``). What is not near it is torch's own, and th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,13 @@ _GENERATIONS = (9, 10)
 """Hopper and Blackwell."""
 ALLOWED_ERROR = 0.02
 """Of bf16 results against float32, in norm; seen: 0.002 to 0.003."""
-_CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attn", "QUACK_CACHE_DIR": "quack"}
+_CACHES = {
+    "flash_attn": (
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    ),
+    "quack": ("QUACK_CACHE_DIR", "QUACK_CACHE_ENABLED"),
+}  # fmt: skip
+"""Of each package: the variable that names its folder, and the one that says whether it has one."""
 _ALIGNED = 8
 """Elements of 2 bytes in the 16 that a row is copied by."""
 
@@ -78,7 +85,10 @@ def settle(
         return Taken(attention=False, products=False)
     reason = missing(device, dtype)
     if reason is None:
-        by_attention = [_wrong_attention(device.index or 0, one) for one in sorted(set(heads))]
+        steady = torch.are_deterministic_algorithms_enabled()
+        by_attention = [
+            _wrong_attention(device.index or 0, one, steady) for one in sorted(set(heads))
+        ]
         reasons = [*by_attention, _wrong_products(device.index or 0)]
     else:
         reasons = [reason] * 2
@@ -110,22 +120,29 @@ def _versions() -> str:
 
 
 @cache
-def _wrong_attention(index: int, heads: Heads) -> str | None:
-    """What is wrong with attention for these heads; looked at once per process and GPU."""
+def _wrong_attention(index: int, heads: Heads, steady: bool) -> str | None:
+    """What is wrong with attention for these heads; looked at once per process and GPU.
+
+    ``steady``: gradients are added up in a fixed order, as torch is set; another kernel does that.
+    """
     from runtime.trainer.torch.cute_check import attention_errors
 
-    return _wrong(f"attention with {heads}", partial(attention_errors, index, heads))
+    what = f"attention with {heads}{', deterministic' if steady else ''}"
+    return _wrong(what, index, partial(attention_errors, index, heads))
 
 
 @cache
 def _wrong_products(index: int) -> str | None:
     from runtime.trainer.torch.cute_check import product_errors
 
-    return _wrong("products", partial(product_errors, index))
+    return _wrong("products", index, partial(product_errors, index))
 
 
-def _wrong(what: str, errors: Callable[[], dict[str, float]]) -> str | None:
-    _keep_what_is_compiled()
+def _wrong(what: str, index: int, errors: Callable[[], dict[str, float]]) -> str | None:
+    # Before the packages are imported. By GPU: not all of theirs are kept by what they are for.
+    major, minor = torch.cuda.get_device_capability(index)
+    home = user_cache_path("milepost") / f"sm{major}{minor}"
+    os.environ.update(cache_variables(os.environ, home))
     try:
         bad = {name: round(e, 4) for name, e in errors().items() if not e < ALLOWED_ERROR}
     except Exception as error:  # any: a function of theirs has changed, or does not compile
@@ -139,19 +156,34 @@ def _wrong(what: str, errors: Callable[[], dict[str, float]]) -> str | None:
     return reason
 
 
-def _keep_what_is_compiled() -> None:
-    """In the user's cache folder, unless told otherwise, and before the packages are imported.
+def cache_variables(told: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What tells the packages to keep what they compile in folders below ``home``.
 
-    One keeps nothing by itself, the other keeps libraries to be loaded in a folder of a guessable
-    name below the shared temporary one.
+    Left to themselves they keep libraries, which they load again, in folders of guessable names
+    below the shared temporary one. Where ``home`` cannot be the user's alone they keep nothing.
+
+    Args:
+        told: the environment; who is told of a folder there, or to keep nothing, is left at that.
+        home: made where it is missing.
     """
-    home = user_cache_path("milepost")
-    for variable, part in _CACHES.items():
-        if variable not in os.environ:
-            with suppress(OSError):
-                (home / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.environ[variable] = str(home / part)
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    variables: dict[str, str] = {}
+    for part, (where, whether) in _CACHES.items():
+        is_own = where in told or _is_own(home / part)
+        variables[whether] = told.get(whether, "1") if is_own else "0"
+        if is_own and where not in told:
+            variables[where] = str(home / part)
+    return variables
+
+
+def _is_own(folder: Path) -> bool:
+    """It is there, this user can write to it, and nobody else can."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return False
+    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid == os.geteuid() and not is_shared and os.access(folder, os.W_OK | os.X_OK)
 
 
 def takes_product(weight_JD: Tensor) -> bool:
@@ -212,7 +244,10 @@ def attention_backward(
         deterministic=torch.are_deterministic_algorithms_enabled(), **where,
     )  # fmt: skip
     wanted = (query_THE, key_NKE, value_NKE)
-    by_query, by_key, by_value = (g.view(x.shape) for g, x in zip(made, wanted, strict=True))
+    # They lie as what they are the gradient of does; graphs were promised contiguous ones.
+    by_query, by_key, by_value = (
+        g.contiguous().view(x.shape) for g, x in zip(made, wanted, strict=True)
+    )
     return by_query, by_key, by_value
 
 

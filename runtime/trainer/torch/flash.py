@@ -46,7 +46,8 @@ def flash(
 
     Returns:
         [T, H, E], and the log of the softmax's normaliser, float32: [H, T], or [S, H, longest]
-        where there are no ends.
+        where there are no ends. Contiguous, gradients too, however the inputs lie: what graphs are
+        made for, and nothing looks again when they run.
 
     Source: Dao et al. 2022; Shah et al. 2024.
     """
@@ -100,7 +101,7 @@ def plain_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See ``flash``; sequence after sequence, in float32 at least."""
-    out_THE = torch.empty_like(query_THE)
+    out_THE = query_THE.new_empty(query_THE.shape)
     log_sum_HT = query_THE.new_empty(
         query_THE.shape[1], query_THE.shape[0], dtype=_wide(query_THE.dtype)
     )
@@ -127,7 +128,7 @@ def _plain_backward(
     scale: float,
 ) -> Three:
     heads, groups = query_THE.shape[1], key_NKE.shape[1]
-    by_query, by_key, by_value = map(torch.empty_like, (query_THE, key_NKE, value_NKE))
+    by_query, by_key, by_value = (x.new_empty(x.shape) for x in (query_THE, key_NKE, value_NKE))
     log_sum_HT = log_sum if log_sum.dim() == 2 else log_sum.transpose(0, 1).flatten(1)
     for at, of in _sequences(query_THE, query_ends_S1, key_ends_S1, longest):
         grad, query = grad_THE[at].to(log_sum.dtype), query_THE[at].to(log_sum.dtype)

@@ -93,7 +93,7 @@ def gated_pairs_backward(grad_TI: Tensor, pairs_T2I: Tensor) -> Tensor:
     if pairs_T2I.is_cuda:
         from runtime.trainer.torch import kernels
 
-        return kernels.gated_pairs_backward(grad_TI.contiguous(), pairs_T2I)
+        return kernels.gated_pairs_backward(grad_TI.contiguous(), pairs_T2I.contiguous())
     return _gated_backward(grad_TI, torch.cat([pairs_T2I[:, ::2], pairs_T2I[:, 1::2]], 1))
 
 

@@ -58,8 +58,9 @@ def fuse_projections(model: nn.Module, *, takes_cute: bool = False) -> int:
             # A class, not a method of each instance: one compiled graph serves all layers.
             members = {"forward": body, "joint_weight": None}
             made[kind] = type(f"Joint{kind.__name__}", (kind,), members)
-        module.__class__ = made[kind]
-        module.takes_cute = takes_cute  # of the instance: graphs go by what is said there
+        block: Any = module
+        block.__class__ = made[kind]
+        block.takes_cute = takes_cute  # of the instance: graphs go by what is said there
         changed += 1
     return changed
 

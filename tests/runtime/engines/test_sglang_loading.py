@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from runtime.errors import EngineRefused
 from runtime.policy import PolicyId
 from runtime.publication.broadcast import BroadcastTransport
 from runtime.publication.checksum import checksums
+from runtime.publication.ipc import IpcTransport
 from runtime.publication.protocol import Target
 from tests.runtime.publication.real_engines import ModelTrainer
 
@@ -122,6 +124,7 @@ class PluginClient:
     def __init__(self, updater: Any) -> None:
         self.updater = updater
         self.calls: list[list[int]] = []
+        self.shared: list[tuple[int, bool]] = []
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
@@ -154,6 +157,9 @@ class PluginClient:
         is_good, message = await anyio.to_thread.run_sync(self._take, told)
         if not is_good:
             raise EngineRefused(message)
+
+    async def update_from_shared(self, *buckets: Any, flush: bool) -> None:
+        self.shared.append((len(buckets), flush))
 
     def _take(self, told: dict[str, Any]) -> tuple[bool, str]:
         updater = self.updater
@@ -202,6 +208,35 @@ def test_one_call_brings_all_buckets_to_every_engine(kind: Any, make: Any, keep_
         for target, model in zip(targets, models, strict=True):
             assert target.client.calls == [[1, 2, 1, 1]] * 2  # type: ignore[attr-defined]
             assert bool(model.by_loader) == (kind is Served)
+        await transport.close()
+
+    anyio.run(main)
+
+
+class Odd(nn.Module):
+    """Half as wide and of odd length first: nothing after it begins where its dtype may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.randn(3).to(torch.bfloat16))
+        self.wide = nn.Parameter(torch.randn(5))
+
+
+Llama = type("LlamaForCausalLM", (Odd,), {})
+
+
+def test_tensors_of_several_dtypes_arrive_in_one_bucket() -> None:
+    async def main() -> None:
+        trainer, model = ModelTrainer(Odd()), Llama()
+        client: Any = PluginClient(hooked(newer, model))
+        transport = BroadcastTransport(trainer, group_timeout_s=30.0)
+        snapshot = await transport.prepare(PolicyId(1, 1))
+        (outcome,) = await transport.transfer(
+            snapshot, [Target(slot=0, incarnation="i", client=client)], flush=False, deadline_s=60
+        )
+        assert outcome.error is None
+        assert client.calls == [[2]]
+        assert checksums(Held.by(model).tensors.items()) == snapshot.digests["sha256"]
         await transport.close()
 
     anyio.run(main)
@@ -276,6 +311,21 @@ def test_what_does_not_lie_as_it_came_goes_through_the_models_loader(tensor: tor
     loading.load_bucket(model, [("norm.bias", torch.zeros(3)), ("norm.weight", tensor)], places)
     loading.load_bucket(model, [("unknown", tensor)], places)
     assert model.by_loader == ["norm.bias", "norm.weight", "unknown"]
+
+
+def test_one_call_tells_of_all_shared_buckets(tmp_path: Path) -> None:
+    async def main() -> None:
+        client: Any = PluginClient(None)
+        transport = IpcTransport(ModelTrainer(Trained(), bucket_bytes=60), tmp_path)
+        snapshot = await transport.prepare(PolicyId(1, 1))
+        (outcome,) = await transport.transfer(
+            snapshot, [Target(slot=0, incarnation="i", client=client)], flush=True, deadline_s=60
+        )
+        assert outcome.error is None
+        assert client.shared == [(4, True)]
+        await transport.close()
+
+    anyio.run(main)
 
 
 def test_shared_buckets_are_opened_once_and_read_where_they_lie(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.publication.checksum import tensor_checksum
 from runtime.publication.digests import Digests
-from runtime.publication.mix64 import TILE, mix64
+from runtime.publication.mix64 import TILE, Tiles, mix64
 
 
 # Digests: SGLang 0.5.17's own kernel (`gpu_tensor_hash`), run in Triton's interpreter.
@@ -37,6 +37,16 @@ def test_mix64_sees_every_word_and_its_place(size, at):
         words[at % size] = 0
         words[(at + 1) % size] = 1
         assert mix64(words) not in (before, one)
+
+
+def test_empty_tensors_have_a_digest_wherever_they_come() -> None:
+    assert mix64(torch.zeros(0)) == "0" * 16
+    tiles = Tiles()
+    for name, size in (("none", 0), ("some", 5), ("last", 0)):
+        tiles.add(name, torch.ones(size))
+    assert tiles.result() == {
+        "none": "0" * 16, "some": mix64(torch.ones(5)), "last": "0" * 16,
+    }  # fmt: skip
 
 
 def test_one_walk_gives_every_hash_that_is_asked_for():

@@ -130,9 +130,91 @@ def test_small_weights_are_gathered_once_and_sent_from_what_was_kept(keep_bytes,
 
 def test_what_was_packed_is_found_again_tensor_by_tensor() -> None:
     """Engines that take no runs of bytes are sent these."""
-    tensors = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(4).to(torch.bfloat16)]
+    tensors = [
+        torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(3).to(torch.bfloat16),
+        torch.randn(5), torch.randn(()), torch.randn(0),
+    ]  # fmt: skip
     packed = Packed.of(tensors)
     assert packed.flat.numel() == sum(t.nbytes for t in tensors)
     for found, tensor in zip(packed.tensors(), tensors, strict=True):
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
+
+
+class Sent:
+    """A group that notes what it is given, or says that a peer is gone."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error = error
+        self.flats: list[list[list[float]]] = []
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+        self.flats.append([tensor.view(torch.float32).tolist() for tensor in tensors])
+
+    def close(self) -> None: ...
+
+
+def sender_to(export: Export, group: Sent, **settings: int) -> BroadcastSender:
+    sender = BroadcastSender(export, **settings)
+    sender._group = group  # type: ignore[assignment]
+    return sender
+
+
+def no_memory(tensors: list[torch.Tensor]) -> Packed:
+    raise torch.OutOfMemoryError("no memory for a copy")
+
+
+EACH = [[float(i)] * 4 for i in range(3)]
+
+
+def test_what_has_no_memory_to_be_packed_is_packed_as_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The siblings keep nothing and walk no more: this rank must not fall back to the export."""
+    export, group = Export(), Sent()
+    sender = sender_to(export, group, keep_bytes=48)
+    with monkeypatch.context() as patch:
+        patch.setattr(Packed, "of", no_memory)
+        sender.describe()
+    sender.send_bucket(0, True, 3)
+    assert group.flats == [[each] for each in EACH]  # one copy at a time
+    assert len(export.walked) == 3
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 48])
+def test_no_memory_to_send_is_an_error_after_all_of_the_export(
+    monkeypatch: pytest.MonkeyPatch, keep_bytes: int
+) -> None:
+    export, group = Export(), Sent()
+    sender = sender_to(export, group, keep_bytes=keep_bytes)
+    monkeypatch.setattr(Packed, "of", no_memory)
+    sender.describe()
+    export.walked.clear()
+    with pytest.raises(RuntimeError, match="no memory for a copy"):
+        sender.send_bucket(0, True, 3)
+    assert len(export.walked) == (0 if keep_bytes else 3)
+    assert not group.flats
+
+
+def test_the_first_error_is_told_when_the_export_breaks_after_it() -> None:
+    """Else a broken collective would pass for weights that cannot be trusted."""
+    export = Export()
+    sender = sender_to(export, Sent("a peer is gone"))
+    del export.tensors[1:]
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        sender.send_bucket(0, True, 3)
+
+
+def test_nothing_is_kept_once_the_weights_change() -> None:
+    """What changes them needs the memory; all ranks walk through the export again."""
+    export, group = Export(), Sent()
+    sender = sender_to(export, group, keep_bytes=48)
+    sender.describe()
+    sender.send_bucket(0, True, 3)
+    sender.forget()
+    assert sender._kept is None
+    sender.send_bucket(0, True, 3)
+    assert group.flats == [EACH, *([each] for each in EACH)]
+    assert len(export.walked) == 6

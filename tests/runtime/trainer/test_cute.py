@@ -4,6 +4,9 @@ On a CPU the operations run their plain forms; on a GPU that flash-attn-4 and qu
 the same tests hold those.
 """
 
+import os
+import stat
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -113,6 +116,19 @@ def test_the_operations_are_whole() -> None:
     torch.library.opcheck(gated_product, (x.detach(), weight.detach(), False))
 
 
+def test_results_lie_as_graphs_were_promised() -> None:
+    """Also where inputs lie head after head: compiled layers do not look before they read them."""
+    torch.manual_seed(6)
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    given_ = [torch.randn(n, 5, 8).transpose(0, 1).requires_grad_() for n in (4, 2, 2)]
+    assert not any(x.is_contiguous() for x in given_)
+    torch.library.opcheck(flash, (*given_, ends, ends, 3, 0.3))
+    made = flash(given_[0], given_[1], given_[2], ends, ends, 3, 0.3)
+    made += torch.autograd.grad(made[0], given_, torch.ones_like(made[0]))
+    assert len(made) == 5
+    assert all(x.is_contiguous() for x in made)
+
+
 def test_a_gated_product_is_product_and_activation() -> None:
     torch.manual_seed(3)
     given_ = (torch.randn(7, 8), torch.randn(10, 8))
@@ -172,6 +188,23 @@ def test_a_model_with_these_kernels_is_the_same_model(
     assert ((by_a - by_b).norm() / by_a.norm()).item() < within[1]
 
 
+def test_a_padded_row_stays_padded(larger_model: Path) -> None:
+    """Whatever takes rows as they lie: this one does not lie as its sequences do."""
+    sequences = make_sequences(3, groups=1, samples=4, longest=20)
+    units = [
+        Unit(sequences[0].prompt_len, tuple((i, len(s.logprobs)) for i, s in enumerate(sequences)))
+    ]
+    scorer = load_scorer(
+        str(larger_model), temperature=1.0, chunk=64, activation_checkpointing=False
+    )
+    row = pack_row(units, sequences, torch.device("cpu"))
+    assert row.shape == "padded"
+    with torch.no_grad():
+        expected, _, _ = scorer(row)
+        found, _, _ = scorer(replace(row, kernel="cute"))
+    torch.testing.assert_close(found, expected)
+
+
 def test_models_with_and_without_them_share_no_graphs(larger_model: Path) -> None:
     kinds: list[set[str]] = []
     for takes_cute in (False, True):
@@ -191,6 +224,56 @@ def test_who_cannot_have_them_is_told_why() -> None:
     assert cute.settle("torch", cpu, torch.bfloat16, heads) == (False, False)
     with pytest.raises(ConfigError, match=r"flash-attn-4 and quack-kernels, but .*this is cpu"):
         cute.settle("cute", cpu, torch.bfloat16, heads)
+
+
+def test_a_deterministic_trainer_is_one_when_they_are_checked(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check is of other kernels then, and its products are the first ones of the process."""
+    seen: list[tuple[bool, str | None]] = []
+
+    def settle(*_: object) -> cute.Taken:
+        is_set = torch.are_deterministic_algorithms_enabled()
+        seen.append((is_set, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return cute.Taken(attention=False, products=False)
+
+    monkeypatch.setattr(cute, "settle", settle)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # given back at the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        TorchTrainer(TrainerSettings(deterministic=True)).load(str(model_folder))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(True, ":4096:8")]
+
+
+def test_what_they_compile_is_kept_where_nobody_else_can_write(tmp_path: Path) -> None:
+    """They load it again as programs."""
+    nothing = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0", "QUACK_CACHE_ENABLED": "0"}
+    home = tmp_path / "home"
+    kept = cute.cache_variables({}, home)
+    assert kept == {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(home / "flash_attn"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "QUACK_CACHE_DIR": str(home / "quack"),
+        "QUACK_CACHE_ENABLED": "1",
+    }
+    assert {stat.S_IMODE((home / part).stat().st_mode) for part in ("flash_attn", "quack")} == {
+        0o700
+    }
+    assert kept | cute.cache_variables(kept, home) == kept
+    (home / "quack").chmod(0o777)
+    assert cute.cache_variables({}, home)["QUACK_CACHE_ENABLED"] == "0"
+    (tmp_path / "file").touch()
+    assert cute.cache_variables({}, tmp_path / "file") == nothing
+
+
+def test_who_says_where_to_keep_it_is_left_at_that(tmp_path: Path) -> None:
+    told = {"QUACK_CACHE_DIR": "/elsewhere", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    found = told | cute.cache_variables(told, tmp_path)
+    assert found["QUACK_CACHE_DIR"] == "/elsewhere"
+    assert found["QUACK_CACHE_ENABLED"] == "1"
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
 def test_a_trainer_says_what_it_took(model_folder: Path) -> None:

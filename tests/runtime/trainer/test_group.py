@@ -155,6 +155,27 @@ def operation(serial: int, name: str = "train_step", epoch: int = 4) -> Operatio
     return Operation(epoch=epoch, update=serial, name=name, serial=serial)
 
 
+def test_what_a_publication_kept_is_gone_before_a_step(
+    model_folder: Path, make_batch: MakeBatch
+) -> None:
+    """A step needs the memory, and makes it old."""
+    one = server()
+    one._sender._keep_bytes = 2**30
+    one.step(operation(1, "load"), "load", str(model_folder))
+    one.step(operation(2, "describe"), "describe")
+    assert one._sender._kept
+    kept: list[object] = []
+    train_step = one.backend.train_step
+
+    def step(batch: Any) -> Any:
+        kept.append(one._sender._kept)
+        return train_step(batch)
+
+    one.backend.train_step = step
+    one.step(operation(3), "train_step", make_batch(1))
+    assert kept == [None]
+
+
 def test_a_repeated_call_is_answered_from_memory(model_folder: Path, make_batch: MakeBatch) -> None:
     one = server()
     one.step(operation(1, "load"), "load", str(model_folder))

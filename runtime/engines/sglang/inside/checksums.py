@@ -19,6 +19,8 @@ from runtime.publication.checksum import Checksums
 from runtime.publication.mix64 import Tiles, words_of
 
 _AHEAD_BYTES = 2**30
+_GATHERED_BYTES = 64 * 1024**2
+"""Whole weights that wait for their kernel, in memory that the server left free."""
 _NO_COPIES = 2**62
 """What waits for its kernel lies in the model anyway."""
 _KEPT = "_milepost_held"
@@ -68,7 +70,7 @@ def model_checksums(model: Any) -> dict[str, str]:
 
 def _on_gpu(model: Any) -> dict[str, str]:
     if world() > 1:
-        tiles = Tiles()
+        tiles = Tiles(ahead_bytes=_GATHERED_BYTES)
         for name, tensor in hf_weights(model):
             tiles.add(name, tensor)  # gathered: a whole copy each
         return tiles.result()

@@ -13,6 +13,7 @@ import functools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +34,8 @@ _MAX_OPEN = 64
 """Buckets of the trainer's device memory that are kept open; the oldest is closed."""
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Specs = Sequence[tuple[str, str, Sequence[int]]]
+"""Name, dtype and shape of each tensor."""
 
 
 def hook_loading(updater: Any) -> None:
@@ -61,7 +64,7 @@ class Arriving:
         self,
         group: Any,
         device: Any,
-        specs: Sequence[tuple[str, str, Sequence[int]]],
+        specs: Specs,
         sizes: Sequence[int],
     ) -> None:
         if sum(sizes) != len(specs):
@@ -71,33 +74,43 @@ class Arriving:
         self._buckets = [[next(at) for _ in range(size)] for size in sizes]
 
     def __iter__(self) -> Iterator[Named]:
-        ahead: deque[tuple[Any, Named]] = deque()
+        ahead: deque[_Arrival] = deque()
         for specs in self._buckets:
             ahead.append(self._receive(specs))
             if len(ahead) == _AHEAD:
-                yield _arrival(*ahead.popleft())
+                yield ahead.popleft().named()
         while ahead:
-            yield _arrival(*ahead.popleft())
+            yield ahead.popleft().named()
 
-    def _receive(self, specs: Sequence[tuple[str, str, Sequence[int]]]) -> tuple[Any, Named]:
+    def _receive(self, specs: Specs) -> _Arrival:
         """Begin to receive one bucket: its bytes without gaps."""
-        dtypes = [getattr(torch, dtype) for _, dtype, _ in specs]
-        ends = [0]
-        for dtype, (_, _, shape) in zip(dtypes, specs, strict=True):
-            ends.append(ends[-1] + dtype.itemsize * math.prod(shape))
-        flat = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
+        num_bytes = sum(getattr(torch, d).itemsize * math.prod(shape) for _, d, shape in specs)
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        return work, [
-            (name, flat[start:end].view(dtype).view(tuple(shape)))
-            for (name, _, shape), dtype, start, end in zip(
-                specs, dtypes, ends[:-1], ends[1:], strict=True
-            )
-        ]
+        return _Arrival(work, flat, specs)
 
 
-def _arrival(work: Any, named: Named) -> Named:
-    work.wait()
-    return named
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """One bucket on its way."""
+
+    work: Any
+    flat: torch.Tensor
+    specs: Specs
+
+    def named(self) -> Named:
+        """Its tensors, once they are there."""
+        self.work.wait()
+        found: list[tuple[str, torch.Tensor]] = []
+        at = 0
+        for name, told, shape in self.specs:
+            dtype: torch.dtype = getattr(torch, told)
+            part = self.flat[at : at + dtype.itemsize * math.prod(shape)]
+            # Without gaps a tensor may begin where its dtype cannot.
+            aligned = part.clone() if at % dtype.itemsize else part
+            found.append((name, aligned.view(dtype).view(tuple(shape))))
+            at += part.numel()
+        return found
 
 
 def _arriving(

@@ -158,10 +158,12 @@ def token_server(folder: Path, registry: Registry) -> ThreadingHTTPServer:
                 self.end_headers()
                 return
             scopes = [part for text in asked.get("scope", []) for part in text.split()]
-            registry.scopes.extend(scopes)
             access = []
             for scope in scopes:
                 kind, where, actions = scope.split(":")
+                # The registry names actions in an order that differs from one time to another.
+                named = ",".join(sorted(actions.split(",")))
+                registry.scopes.append(f"{kind}:{where}:{named}")
                 access.append({"type": kind, "name": where, "actions": actions.split(",")})
             at = int(time.time())
             claims = {
