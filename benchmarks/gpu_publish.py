@@ -109,7 +109,9 @@ class Engine:
     def use(self, form: str) -> None:
         """Take buckets in that form from now on."""
         if hasattr(self.client._info, "own_buckets"):
-            self.client._info = replace(self.client._info, own_buckets=form == "own")
+            is_own = form == "own"
+            info = replace(self.client._info, own_buckets=is_own, own_broadcast=is_own)
+            self.client._info = info
 
     def says(self) -> list[dict[str, Any]]:
         """What its process said about its part, oldest first."""

@@ -323,7 +323,7 @@ class HttpEngineClient:
             flush: forget cached prefixes then.
             flat: as one run of bytes.
             sizes: several buckets of so many tensors each, flat; only where the engine takes
-                ``own_buckets``.
+                ``own_broadcast``.
         """
         self._check_flush(flush)
         body: dict[str, object] = {

@@ -61,6 +61,7 @@ async def probe(http: Connection, *, vocab_size: int | None, limit_s: float) -> 
         takes_adapters=facts.get("takes_adapters", False),
         flat_broadcast=facts.get("flat_broadcast", False),
         own_buckets=facts.get("own_buckets", False),
+        own_broadcast=facts.get("own_broadcast", False),
         tensor=int(server.get("tp_size") or 1),
     )
 

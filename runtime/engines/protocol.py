@@ -114,6 +114,8 @@ class EngineInfo:
     """Takes a whole bucket as one broadcast of its bytes."""
     own_buckets: bool = False
     """Takes all buckets of a publication in one call, in the form of ``own_format``."""
+    own_broadcast: bool = False
+    """Takes them so by broadcast too."""
     shares: Sharing = "none"
     """What ``update_from_shared`` can open."""
     takes_adapters: bool = False

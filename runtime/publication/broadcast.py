@@ -193,7 +193,7 @@ class BroadcastTransport:
             await self._join(members, blame)
         if blame.is_clean:
             infos = [await target.client.info() for target in members]
-            if all(info.own_buckets for info in infos):
+            if all(info.own_broadcast for info in infos):
                 await self._send_all(buckets, members, flush, blame)
             else:
                 flat = all(info.flat_broadcast for info in infos)

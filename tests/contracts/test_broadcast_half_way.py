@@ -48,6 +48,7 @@ class HalfWay:
         return EngineInfo(
             version="x", vocab_size=8, context_length=8, max_running_requests=1,
             native_spans=False, takes_salt=True, update_bracket=False, own_buckets=True,
+            own_broadcast=True,
         )  # fmt: skip
 
     async def begin_update(self) -> None: ...

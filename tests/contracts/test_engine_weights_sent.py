@@ -188,7 +188,8 @@ async def test_broadcast_update(engine_server: RunningEngine, models: Models):
 
 @only_on("sglang", "the embedded engine takes a bucket a call")
 async def test_all_buckets_of_a_broadcast_in_one_call(engine_server: RunningEngine, models: Models):
-    assert (await engine_server.get("/milepost")).body["own_buckets"] is True
+    facts = (await engine_server.get("/milepost")).body
+    assert (facts["own_buckets"], facts["own_broadcast"]) == (True, True)
     group = await _joined(engine_server)
     weights = tensors(models, "b")
     parts = [list(weights.values())[:5], list(weights.values())[5:]]

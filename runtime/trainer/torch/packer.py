@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.trainer.packing import Bin, Cost, Unit, make_units, plan_bins
 from runtime.trainer.protocol import Sequence
+from runtime.trainer.torch.cute import MOST_SEQUENCES
 from runtime.trainer.torch.layout import Kernel, PackedRow, pack_row
 from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import PackedScorer
@@ -76,11 +77,12 @@ class Packer:
                 yield self._pack(idle, sequences), False
 
     def _pack(self, a_bin: Bin, sequences: abc.Sequence[Sequence]) -> PackedRow:
+        is_short = sum(len(unit.members) for unit in a_bin) <= MOST_SEQUENCES
         return pack_row(
             a_bin,
             sequences,
             self.ranks.device,
-            kernel=self._kernel,
+            kernel=self._kernel if is_short or self._kernel is None else "torch",
             context=self.ranks.context,
         )
 

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import Qwen3ForCausalLM
 
 from runtime.errors import ConfigError
-from runtime.trainer.packing import Unit
+from runtime.trainer.packing import Unit, by_tokens
 from runtime.trainer.settings import TrainerSettings
 from runtime.trainer.torch import cute
 from runtime.trainer.torch.backend import TorchTrainer
@@ -29,6 +29,8 @@ from runtime.trainer.torch.flash import flash
 from runtime.trainer.torch.gate import gated_product
 from runtime.trainer.torch.head import chunked_logprobs
 from runtime.trainer.torch.layout import pack_row
+from runtime.trainer.torch.packer import Packer
+from runtime.trainer.torch.ranks import Ranks
 from runtime.trainer.torch.scorer import load_scorer
 from tests.runtime.trainer.tiny import make_sequences, tiny_config
 
@@ -203,6 +205,16 @@ def test_a_padded_row_stays_padded(larger_model: Path) -> None:
         expected, _, _ = scorer(row)
         found, _, _ = scorer(replace(row, kernel="cute"))
     torch.testing.assert_close(found, expected)
+
+
+def test_rows_of_very_many_sequences_are_torchs() -> None:
+    sequences = make_sequences(4, groups=1, samples=257, longest=3)
+    packer = Packer(Ranks(), capacity=10_000, share_prompts=True, cost=by_tokens, kernel="cute")
+    found = [
+        next(iter(packer.rows(sequences, range(count))))[0].kernel
+        for count in (cute.MOST_SEQUENCES, cute.MOST_SEQUENCES + 1)
+    ]
+    assert found == ["cute", "torch"]
 
 
 def test_models_with_and_without_them_share_no_graphs(larger_model: Path) -> None:

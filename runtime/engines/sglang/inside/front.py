@@ -38,6 +38,8 @@ def add_front(http: Any, api_key: str | None, serving: Callable[[], Any]) -> Non
             "shares": "cuda" if on_gpu else "none",
             "flat_broadcast": True,
             "own_buckets": not drafts,
+            # Over NCCL not until that was seen on GPUs; there buckets come one by one, flat.
+            "own_broadcast": not drafts and not on_gpu,
             "keepalive_s": serving().config.timeout_keep_alive,
         }
 

@@ -11,7 +11,8 @@ from typing import Self
 MARK = "milepost.took "
 """Before the JSON of a line."""
 
-_log = logging.getLogger("milepost")
+_server_log = logging.getLogger("milepost")
+"""The server's own log, which is read beside its other lines: no events of the run."""
 
 
 class Timing:
@@ -49,4 +50,4 @@ class Timing:
             "queued_s": round((self._queued_at or ended_at) - self._began_at, 6),
             "elapsed_s": round(ended_at - self._began_at, 6),
         }
-        _log.info("%s%s", MARK, json.dumps(told))
+        _server_log.info("%s%s", MARK, json.dumps(told))
