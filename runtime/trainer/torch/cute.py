@@ -29,11 +29,10 @@ from runtime.errors import ConfigError
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
 from runtime.trainer.settings import KernelChoice
+from runtime.trainer.torch.flash import Rows, Three
 
 # Legend: T tokens of the row, N keys, H heads, K key/value heads, E head size, S sequences,
 # D hidden size, I inner size, V vocabulary.
-
-Three = tuple[Tensor, Tensor, Tensor]
 
 PACKAGES = ("flash-attn-4", "quack-kernels")
 _GENERATIONS = (9, 10)
@@ -195,63 +194,44 @@ def takes_product(weight_JD: Tensor) -> bool:
 
 
 def attention(
-    query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
-    ends: tuple[Tensor, Tensor] | None,
-    longest: int,
-    scale: float,
+    query_THE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """See ``flash.flash``."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    if ends is None:
-        made = _flash_attn_fwd(
-            *_rectangles((query_THE, key_NKE, value_NKE), longest),
-            softmax_scale=scale, causal=True, return_lse=True,
-        )  # fmt: skip
-    else:
-        made = _flash_attn_fwd(
-            query_THE, key_NKE, value_NKE, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1],
-            max_seqlen_q=longest, max_seqlen_k=longest,
-            softmax_scale=scale, causal=True, return_lse=True,
-        )  # fmt: skip
+    tensors, told = _lying((query_THE, key_NKE, value_NKE), rows)
+    made = _flash_attn_fwd(*tensors, return_lse=True, **told)
     return made[0].view(query_THE.shape), made[1]
 
 
 def attention_backward(
-    grad_THE: Tensor,
-    query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
-    out_THE: Tensor,
-    log_sum: Tensor,
-    ends: tuple[Tensor, Tensor] | None,
-    longest: int,
-    scale: float,
+    grad_THE: Tensor, inputs: Three, out_THE: Tensor, log_sum: Tensor, rows: Rows
 ) -> Three:
     """Gradients by queries, keys and values; see ``flash``."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    where = {}
-    tensors = (query_THE, key_NKE, value_NKE, out_THE, grad_THE)
-    if ends is None:
-        tensors = _rectangles(tensors, longest)
-    else:
-        where = {
-            "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1],
-            "max_seqlen_q": longest, "max_seqlen_k": longest,
-        }  # fmt: skip
-    made = _flash_attn_bwd(
-        *tensors, log_sum, softmax_scale=scale, causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **where,
-    )  # fmt: skip
-    wanted = (query_THE, key_NKE, value_NKE)
+    is_exact = torch.are_deterministic_algorithms_enabled()
+    tensors, told = _lying((*inputs, out_THE, grad_THE), rows)
+    made = _flash_attn_bwd(*tensors, log_sum, deterministic=is_exact, **told)
     # They lie as what they are the gradient of does; graphs were promised contiguous ones.
     by_query, by_key, by_value = (
-        g.contiguous().view(x.shape) for g, x in zip(made, wanted, strict=True)
+        g.contiguous().view(x.shape) for g, x in zip(made, inputs, strict=True)
     )
     return by_query, by_key, by_value
+
+
+def _lying(tensors: tuple[Tensor, ...], rows: Rows) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+    """Tensors as the library wants them, and how it is told where sequences lie."""
+    told: dict[str, object] = {"softmax_scale": rows.scale, "causal": True}
+    if rows.is_rectangle:
+        return tuple(x.view(-1, rows.longest, *x.shape[1:]) for x in tensors), told
+    told |= {
+        "cu_seqlens_q": rows.query_ends_S1,
+        "cu_seqlens_k": rows.key_ends_S1,
+        "max_seqlen_q": rows.longest,
+        "max_seqlen_k": rows.longest,
+    }
+    return tensors, told
 
 
 def gated_product(x_TD: Tensor, weight_JD: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
@@ -270,7 +250,3 @@ def product(hidden_RD: Tensor, weight_VD: Tensor, out_RV: Tensor | None = None) 
     from quack.gemm_interface import gemm
 
     return gemm(hidden_RD, weight_VD.t(), out=out_RV, tuned=False)
-
-
-def _rectangles(tensors: tuple[Tensor, ...], longest: int) -> tuple[Tensor, ...]:
-    return tuple(x.view(-1, longest, *x.shape[1:]) for x in tensors)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from runtime.trainer.torch import cute
-from runtime.trainer.torch.flash import flash, plain_attention
+from runtime.trainer.torch.flash import Rows, flash, plain_attention
 from runtime.trainer.torch.gate import gated_product, plain_product
 
 _GROUPS = 2
@@ -59,7 +59,8 @@ def _attention_error(
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Not the operation: the gradient is autograd's.
-        return plain_attention(query, key, value, ends[0], ends[1], max(keys), scale)[0]
+        rows = Rows(ends[0], ends[1], max(keys), scale)
+        return plain_attention(query, key, value, rows)[0]
 
     return _error(made, fast, plain, given)
 

@@ -11,12 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Three = tuple[Tensor, Tensor, Tensor]
+
+
+class Rows(NamedTuple):
+    """Where the sequences of a row lie, and what scores are multiplied by; see ``flash``."""
+
+    query_ends_S1: Tensor
+    key_ends_S1: Tensor
+    longest: int
+    scale: float
+
+    @property
+    def is_rectangle(self) -> bool:
+        """All sequences are equally long: there are no ends."""
+        return not self.query_ends_S1.numel()
 
 
 @torch.library.custom_op("milepost::flash", mutates_args=())
@@ -51,14 +65,12 @@ def flash(
 
     Source: Dao et al. 2022; Shah et al. 2024.
     """
+    rows = Rows(query_ends_S1, key_ends_S1, longest, scale)
     if query_THE.is_cuda:
         from runtime.trainer.torch import cute
 
-        ends = _ends(query_ends_S1, key_ends_S1)
-        return cute.attention(query_THE, key_NKE, value_NKE, ends, longest, scale)
-    return plain_attention(
-        query_THE, key_NKE, value_NKE, query_ends_S1, key_ends_S1, longest, scale
-    )
+        return cute.attention(query_THE, key_NKE, value_NKE, rows)
+    return plain_attention(query_THE, key_NKE, value_NKE, rows)
 
 
 @torch.library.custom_op("milepost::flash_backward", mutates_args=())
@@ -74,85 +86,63 @@ def _flash_backward(
     longest: int,
     scale: float,
 ) -> Three:
+    rows = Rows(query_ends_S1, key_ends_S1, longest, scale)
+    backward = _plain_backward
     if query_THE.is_cuda:
         from runtime.trainer.torch import cute
 
-        return cute.attention_backward(
-            grad_THE.contiguous(), query_THE, key_NKE, value_NKE, out_THE, log_sum,
-            _ends(query_ends_S1, key_ends_S1), longest, scale,
-        )  # fmt: skip
-    return _plain_backward(
-        grad_THE, query_THE, key_NKE, value_NKE, out_THE, log_sum,
-        query_ends_S1, key_ends_S1, longest, scale,
-    )  # fmt: skip
-
-
-def _ends(query_ends_S1: Tensor, key_ends_S1: Tensor) -> tuple[Tensor, Tensor] | None:
-    return (query_ends_S1, key_ends_S1) if query_ends_S1.numel() else None
+        backward = cute.attention_backward
+    grad_THE = grad_THE.contiguous()
+    return backward(grad_THE, (query_THE, key_NKE, value_NKE), out_THE, log_sum, rows)
 
 
 def plain_attention(
-    query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
-    query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
-    longest: int,
-    scale: float,
+    query_THE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """See ``flash``; sequence after sequence, in float32 at least."""
     out_THE = query_THE.new_empty(query_THE.shape)
     log_sum_HT = query_THE.new_empty(
         query_THE.shape[1], query_THE.shape[0], dtype=_wide(query_THE.dtype)
     )
-    for at, of in _sequences(query_THE, query_ends_S1, key_ends_S1, longest):
-        scores_HAB = _scores(query_THE[at], key_NKE[of], scale)
+    for at, of in _sequences(query_THE, rows):
+        scores_HAB = _scores(query_THE[at], key_NKE[of], rows.scale)
         log_sum_HT[:, at] = scores_HAB.logsumexp(-1)
         value_BHE = _spread(value_NKE[of], query_THE.shape[1])
         out_THE[at] = torch.einsum("hab,bhe->ahe", scores_HAB.softmax(-1), value_BHE)
-    if query_ends_S1.numel():
-        return out_THE, log_sum_HT
-    return out_THE, log_sum_HT.unflatten(1, (-1, longest)).transpose(0, 1).contiguous()
+    if rows.is_rectangle:
+        log_sum_SHL = log_sum_HT.unflatten(1, (-1, rows.longest)).transpose(0, 1)
+        return out_THE, log_sum_SHL.contiguous()
+    return out_THE, log_sum_HT
 
 
 def _plain_backward(
-    grad_THE: Tensor,
-    query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
-    out_THE: Tensor,
-    log_sum: Tensor,
-    query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
-    longest: int,
-    scale: float,
+    grad_THE: Tensor, inputs: Three, out_THE: Tensor, log_sum: Tensor, rows: Rows
 ) -> Three:
+    query_THE, key_NKE, value_NKE = inputs
     heads, groups = query_THE.shape[1], key_NKE.shape[1]
     by_query, by_key, by_value = (x.new_empty(x.shape) for x in (query_THE, key_NKE, value_NKE))
     log_sum_HT = log_sum if log_sum.dim() == 2 else log_sum.transpose(0, 1).flatten(1)
-    for at, of in _sequences(query_THE, query_ends_S1, key_ends_S1, longest):
+    for at, of in _sequences(query_THE, rows):
         grad, query = grad_THE[at].to(log_sum.dtype), query_THE[at].to(log_sum.dtype)
         key, value = (_spread(x[of], heads) for x in (key_NKE, value_NKE))
-        p_HAB = (_scores(query_THE[at], key_NKE[of], scale) - log_sum_HT[:, at, None]).exp()
+        p_HAB = (_scores(query_THE[at], key_NKE[of], rows.scale) - log_sum_HT[:, at, None]).exp()
         # d score = p (d p - sum of p d p), and that sum is what the output's gradient has in common
         # with the output.
         common_HA1 = (grad * out_THE[at]).sum(-1).t()[..., None]
         by_p_HAB = torch.einsum("ahe,bhe->hab", grad, value)
-        by_score_HAB = p_HAB * (by_p_HAB - common_HA1) * scale
+        by_score_HAB = p_HAB * (by_p_HAB - common_HA1) * rows.scale
         by_query[at] = torch.einsum("hab,bhe->ahe", by_score_HAB, key)
         by_key[of] = _gathered(torch.einsum("hab,ahe->bhe", by_score_HAB, query), groups)
         by_value[of] = _gathered(torch.einsum("hab,ahe->bhe", p_HAB, grad), groups)
     return by_query, by_key, by_value
 
 
-def _sequences(
-    query_THE: Tensor, query_ends_S1: Tensor, key_ends_S1: Tensor, longest: int
-) -> Iterator[tuple[slice, slice]]:
+def _sequences(query_THE: Tensor, rows: Rows) -> Iterator[tuple[slice, slice]]:
     """Where each sequence's queries and keys lie."""
-    if query_ends_S1.numel():
-        queries, keys = query_ends_S1.tolist(), key_ends_S1.tolist()
+    if rows.is_rectangle:
+        queries = keys = list(range(0, query_THE.shape[0] + 1, rows.longest))
     else:
-        queries = keys = list(range(0, query_THE.shape[0] + 1, longest))
+        queries, keys = rows.query_ends_S1.tolist(), rows.key_ends_S1.tolist()
     for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
         yield slice(a, b), slice(c, d)
 
@@ -182,12 +172,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @flash.register_fake
 def _(
     query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
+    _key: Tensor,
+    _value: Tensor,
     query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
+    _ends: Tensor,
     longest: int,
-    scale: float,
+    _scale: float,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads = query_THE.shape[:2]
     has_ends = query_ends_S1.shape[0] != 0
@@ -197,18 +187,7 @@ def _(
 
 
 @_flash_backward.register_fake
-def _(
-    grad_THE: Tensor,
-    query_THE: Tensor,
-    key_NKE: Tensor,
-    value_NKE: Tensor,
-    out_THE: Tensor,
-    log_sum: Tensor,
-    query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
-    longest: int,
-    scale: float,
-) -> Three:
+def _(_grad: Tensor, query_THE: Tensor, key_NKE: Tensor, value_NKE: Tensor, *_: Any) -> Three:
     by_query, by_key, by_value = (x.new_empty(x.shape) for x in (query_THE, key_NKE, value_NKE))
     return by_query, by_key, by_value
 
