@@ -37,13 +37,20 @@ class InputReport:
     """What lies under a mount that is not here, or cannot be read without further packages."""
 
 
+def absent_inputs(spec: RunSpec) -> dict[str, Path]:
+    """Files and folders that the run reads and that are not here, by dotted field."""
+    paths = paths_of(spec).items()
+    return {name: path for name, path in paths if name not in _WRITTEN and not path.exists()}
+
+
 def check_inputs(spec: RunSpec) -> InputReport:
     """Look at every input of the run that can be read from here. Reads, never writes."""
     report = InputReport()
+    absent = absent_inputs(spec)
     for name, path in paths_of(spec).items():
         if name in _WRITTEN:
             continue
-        if not path.exists():
+        if name in absent:
             if spec.launch.covers(path):
                 report.skipped.append(f"{name}: {path} is under a mount that is not here")
             else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from configs.availability import unavailable
+from configs.inputs import absent_inputs
 from configs.load import LoadedRun
 from configs.plan import make_plan
-from runtime.errors import UnavailableFeature
+from configs.run import RunSpec
+from runtime.errors import ConfigError, UnavailableFeature
 from runtime.launch.attempts import Launch
 from runtime.launch.freezing import expected_counts
 from runtime.launch.local import LocalLaunch
@@ -32,7 +34,8 @@ def start_run(
     Raises:
         UnavailableFeature: if the file asks for machinery this version lacks; nothing was started.
         LaunchRefused: if a check before submission fails; nothing was sent.
-        ConfigError: if the output root belongs to another training.
+        ConfigError: if the output root belongs to another training, or a first start here would
+            find no such input.
         ServiceUnavailable: if a scheduler did not answer; asking again is safe.
     """
     missing = unavailable(loaded.spec)
@@ -40,9 +43,12 @@ def start_run(
         raise UnavailableFeature("; ".join(missing))
     if loaded.spec.launch.backend != "local":
         return submit_run(loaded, sender_of(loaded.spec), reason=reason, lost_attempt=lost_attempt)
+    root = RunRoot.of(loaded.spec.output.root)
+    if not root.path.exists():  # later it may be complete, or have its own copies
+        _require_inputs(loaded.spec)
     plan = make_plan(loaded)
     return LocalLaunch().start(
-        RunRoot.of(loaded.spec.output.root),
+        root,
         loaded.spec.model_dump_json(),
         plan.training_digest,
         run=loaded.spec.name,
@@ -53,3 +59,10 @@ def start_run(
         lost_attempt=lost_attempt,
         lease_s=lease_s,
     )
+
+
+def _require_inputs(spec: RunSpec) -> None:
+    absent = absent_inputs(spec)
+    if absent:
+        named = "; ".join(f"{field}: {path} does not exist" for field, path in absent.items())
+        raise ConfigError(f"{named}; `milepost validate` looks at every input")

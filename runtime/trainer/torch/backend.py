@@ -60,8 +60,8 @@ class TorchTrainer:
 
         Raises:
             UnavailableFeature: if the model needs something this backend lacks.
-            ConfigError: if ``settings.context`` does not divide the ranks, or a model's heads, or
-                ``settings.kernels`` asks for some that cannot be had.
+            ConfigError: if ``settings.context`` does not divide the ranks, or a model's heads;
+                ``settings.kernels`` asks for some that cannot be had; a model folder is not there.
         """
         settings = self.settings
         self.ranks.share_rows(settings.context)
@@ -69,7 +69,11 @@ class TorchTrainer:
         if settings.deterministic:  # before the first product, or torch would not see it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        heads = [_heads(path) for path in (model_path, *self._frozen_paths(model_path))]
+        paths = [model_path, *self._frozen_paths(model_path)]
+        for path in paths:
+            if not Path(path).is_dir():  # or transformers would look for it elsewhere
+                raise ConfigError(f"there is no model folder {path}", path=path)
+        heads = map(_heads, paths)
         self._cute = cute.settle(settings.kernels, self.ranks.device, dtype, heads)
         torch.manual_seed(settings.seed + self.ranks.rank)
         lora = settings.lora

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -70,7 +70,7 @@ class Taken(NamedTuple):
 
 
 def settle(
-    choice: KernelChoice, device: torch.device, dtype: torch.dtype, heads: Collection[Heads]
+    choice: KernelChoice, device: torch.device, dtype: torch.dtype, heads: Iterable[Heads]
 ) -> Taken:
     """What this process takes.
 
@@ -78,7 +78,7 @@ def settle(
         choice: "auto": what can be had; "cute": all, or an error.
         device: of the weights.
         dtype: of the forward pass.
-        heads: of all models that will run.
+        heads: of all models that will run; looked at only where kernels may be had.
 
     Raises:
         ConfigError: if all are asked for and one cannot be had, with the reason.

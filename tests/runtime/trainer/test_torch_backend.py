@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from runtime.errors import ContractViolation, UnavailableFeature
+from runtime.errors import ConfigError, ContractViolation, UnavailableFeature
 from runtime.trainer.protocol import TrainBatch
-from runtime.trainer.settings import LossSettings
+from runtime.trainer.settings import LossSettings, TrainerSettings
+from runtime.trainer.torch.backend import TorchTrainer
 from tests.runtime.trainer.trainers import MakeBatch, machinery, parameters, trainer
 
 
@@ -160,3 +161,8 @@ def test_reference_is_frozen_and_rounded_like_the_policy(model_folder: Path) -> 
     reference = machinery(one).reference
     assert reference is not None
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in reference.parameters())
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model folder .*nowhere"):
+        TorchTrainer(TrainerSettings()).load(str(tmp_path / "nowhere"))
