@@ -157,11 +157,13 @@ def _attention(spec: RunSpec, _: ModelShape | None) -> Iterator[Finding]:
             allowed='model.dtype = "bfloat16", or "sdpa" or "auto"',
         )
     profile = find_profile(spec.launch.cluster)
-    if wanted == "flash_4" and profile is not None and profile.generation != "blackwell":
+    made_for = {"flash_4": "blackwell", "flash_3": "hopper"}.get(wanted)
+    if made_for is not None and profile is not None and profile.generation != made_for:
         yield refused(
             "core.attention_backend",
             "launch.cluster",
-            because=f"flash_4 runs on Blackwell only; {profile.name} has {profile.gpu}",
+            because=f"{wanted} runs on {made_for.capitalize()} only; {profile.name} has "
+            f"{profile.gpu}",
             allowed=f'"{profile.attention}" or "auto"',
         )
 

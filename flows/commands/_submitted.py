@@ -13,7 +13,7 @@ import typer
 
 from configs.load import LoadedRun
 from flows.commands._attached import quiet_prefect
-from flows.commands.run import errors_said, say_standing
+from flows.commands.run import errors_said, named, say_standing
 from runtime.errors import RunError
 from runtime.launch.attempts import Launch
 from runtime.launch.driving import see_through
@@ -39,7 +39,7 @@ def follow_submitted(
                 typer.echo(f"{launched.how}: attempt {launched.attempt}  {launched.notice}")
         else:
             Submitted(loaded, build, asked_of(loaded)).follow()
-    say_standing(root, str(loaded.path), as_json=as_json)
+    say_standing(root, named(loaded), as_json=as_json)
 
 
 def asked_of(loaded: LoadedRun) -> int:

@@ -72,7 +72,12 @@ def follow(loaded: LoadedRun, detach: bool, as_json: bool, debug: bool) -> NoRet
         problem = Attached(root, loaded.path, loaded.sets, started.attempt).follow()
         if problem is not None:
             typer.echo(f"the Prefect flow: {problem}", err=True)
-    say_standing(root, str(loaded.path), as_json=as_json)
+    say_standing(root, named(loaded), as_json=as_json)
+
+
+def named(loaded: LoadedRun) -> str:
+    """What names the run in the command that comes next: the file alone would be another run's."""
+    return str(loaded.spec.output.root if loaded.sets else loaded.path)
 
 
 @contextmanager

@@ -287,6 +287,12 @@ ROWS: list[tuple[str, tuple[str, ...], str, str]] = [
         "core.attention_backend",
         "Blackwell",
     ),
+    (
+        "flash 3 off Hopper",
+        (*GPUS, 'core.attention_backend = "flash_3"', 'launch.cluster = "ai2/saturn"'),
+        "core.attention_backend",
+        "flash_3 runs on Hopper only",
+    ),
     # Inputs.
     ("two models", ("model.path = 'm'",), "model.path", "both"),
     ("no model", ("model = {}",), "model.path", "neither"),

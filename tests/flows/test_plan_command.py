@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import load_run
+from flows.commands.run import named
+
 LAPTOP = "configs/presets/laptop.toml"
 HEAVY = ("torch", "ray", "prefect", "sglang", "transformers", "numpy", "pyarrow", "rich", "aiohttp")
 
@@ -116,3 +119,8 @@ def test_help_names_every_command() -> None:
     assert done.returncode == 0
     assert "plan" in done.stdout
     assert "validate" in done.stdout
+
+
+def test_what_comes_next_is_said_of_this_run(tmp_path: Path) -> None:
+    assert named(load_run(LAPTOP)).endswith(LAPTOP)
+    assert named(load_run(LAPTOP, [f'output.root="{tmp_path}"'])) == str(tmp_path)
