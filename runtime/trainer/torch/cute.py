@@ -25,6 +25,7 @@ import torch
 from platformdirs import user_cache_path
 from torch import Tensor
 
+from runtime.caches.parts import PARTS
 from runtime.errors import ConfigError
 from runtime.telemetry.events import Event
 from runtime.telemetry.log import get_logger
@@ -43,12 +44,10 @@ check does not reach."""
 ALLOWED_ERROR = 0.02
 """Of bf16 results against float32, in norm; seen: 0.002 to 0.003."""
 _CACHES = {
-    "flash_attn": (
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-    ),
-    "quack": ("QUACK_CACHE_DIR", "QUACK_CACHE_ENABLED"),
-}  # fmt: skip
-"""Of each package: the variable that names its folder, and the one that says whether it has one."""
+    "flash_attn": "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    "quack": "QUACK_CACHE_ENABLED",
+}
+"""By part of the compiler caches: the variable that says whether the package keeps one."""
 _ALIGNED = 8
 """Elements of 2 bytes in the 16 that a row is copied by."""
 
@@ -169,7 +168,8 @@ def cache_variables(told: Mapping[str, str], home: Path) -> dict[str, str]:
         home: made where it is missing.
     """
     variables: dict[str, str] = {}
-    for part, (where, whether) in _CACHES.items():
+    for part, whether in _CACHES.items():
+        (where,) = PARTS[part]
         is_own = where in told or _is_own(home / part)
         variables[whether] = told.get(whether, "1") if is_own else "0"
         if is_own and where not in told:
